@@ -1,0 +1,203 @@
+"""`Cronlock`: the object that users hold."""
+
+import asyncio
+import contextvars
+import os
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+
+from cronlock import runs
+from cronlock.config import Settings
+from cronlock.database import Database
+from cronlock.errors import CronlockError, Unavailable
+from cronlock.gate import Call
+from cronlock.outcome import Outcome
+from cronlock.readiness import Readiness
+from cronlock.recording import Recorder
+from cronlock.recovery import Timer
+from cronlock.runner import Runner, log
+from cronlock.scrub import Scrub
+from cronlock.tasks import Registry, Task, declare
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+    from starlette.applications import Starlette
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Cronlock:
+    """A set of tasks, and the database in which their locks and records live.
+
+    Settings come from keyword arguments, else from the environment (`DATABASE_URL`, `CRON_SECRET`,
+    `CRONLOCK_*`); docs/settings.md lists them. Nothing is connected until the application starts.
+
+    Raises `ConfigError` for a setting that is missing or wrong.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = Settings.load(**settings)
+        self.tasks = Registry()
+        self._process: Process | None = None
+        self._starting: asyncio.Lock | None = None
+
+    def task(
+        self,
+        name: str,
+        *,
+        lock: str | int | None = None,
+        timeout: str | float | timedelta | None = None,
+        acquire_timeout: str | float | timedelta | None = None,
+        skip_status: int | None = None,
+        schedule: str | None = None,
+        timezone: str = "UTC",
+    ) -> Callable[[F], F]:
+        """Register the decorated function as the task `name`, called at `/cron/<name>`.
+
+        The function takes `(run)` or `(run, payload)`; it may be `async def`, or plain and run in a thread.
+
+        - `lock`: the lock's name (the task's by default), or an int that is used as the key itself. Tasks
+          that name one lock exclude each other.
+        - `timeout`: how long a run may take; "90s", "15m", seconds or a timedelta (CRONLOCK_TIMEOUT).
+        - `acquire_timeout`: how long a call may wait for a connection (CRONLOCK_ACQUIRE_TIMEOUT).
+        - `skip_status`: the HTTP status of a skip: 200, 409 or 503 (CRONLOCK_SKIP_STATUS).
+        - `schedule`, `timezone`: when a scheduler outside is expected to call; five cron fields or `@hourly`.
+
+        Raises `RegistrationError` for a name, lock or option that is not allowed.
+        """
+
+        def register(function: F) -> F:
+            self.tasks.add(
+                declare(
+                    function,
+                    name,
+                    self.settings,
+                    lock=lock,
+                    timeout=timeout,
+                    acquire_timeout=acquire_timeout,
+                    skip_status=skip_status,
+                    schedule=schedule,
+                    timezone=timezone,
+                )
+            )
+            return function
+
+        return register
+
+    async def run(self, name: str, payload: dict[str, Any] | None = None) -> Outcome:
+        """Run a task from code, under the same lock, records and rules as a call of its URL.
+
+        Raises `UnknownTask`, `PayloadInvalid` or `Unavailable`; how the task itself ended is in the outcome.
+        """
+        task = self.tasks.get(name)
+        return await self.start_call(task, task.validate(payload or {}), trigger="manual", caller="code")
+
+    async def start_call(self, task: Task, payload: Any, *, trigger: str, caller: str | None) -> Outcome:
+        """Run `task` with a validated payload; `run()` and the cron route both end here."""
+        process = self._process or await self.open()
+        await process.readiness.require()
+        return await process.runner.call(Call(task, payload, trigger, caller, contextvars.copy_context()))
+
+    async def open(self) -> "Process":
+        """Open the connections and start the timer of this process, once; `lifespan` does it for you."""
+        if self._starting is None:
+            self._starting = asyncio.Lock()
+        async with self._starting:
+            if self._process is None:
+                process = Process(self.settings, self.tasks)
+                await process.open()
+                self._process = process
+        return self._process
+
+    async def close(self, drain_timeout: float | None = None) -> None:
+        """Drain: refuse new calls, wait for what runs, cancel and record the rest, close the connections."""
+        process, self._process, self._starting = self._process, None, None
+        if process is not None:
+            await process.close(drain_timeout)
+
+    async def drain(self, drain_timeout: float | None = None) -> None:
+        """The first half of `close`: afterwards nothing runs, and calls are still answered, with 503."""
+        if self._process is not None:
+            await self._process.drain(drain_timeout)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Any = None) -> AsyncIterator[None]:
+        """Open at the start of an application and close at its end; usable as any ASGI app's lifespan."""
+        process = await self.open()
+        try:
+            await process.readiness.require()
+        except Unavailable as error:
+            log.warning("started without a database: %s", error, extra={"event": "database.unavailable"})
+        except CronlockError:
+            await self.close(0)
+            raise
+        try:
+            yield
+        finally:
+            await self.close()
+
+    async def __aenter__(self) -> "Cronlock":
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def app(self) -> "Starlette":
+        """An ASGI application with `/cron/{task}`, `/healthz` and `/readyz`; serve it or mount it.
+
+        Raises `ConfigError` if no usable CRON_SECRET is set.
+        """
+        from cronlock.web import application
+
+        return application(self)
+
+    @property
+    def router(self) -> "APIRouter":
+        """A FastAPI router with the same routes and the lifespan: `app.include_router(cron.router)`.
+
+        `dependencies=` given to `include_router` hold for these routes too, in addition to the secret.
+
+        Raises `ConfigError` if no usable CRON_SECRET is set, `ImportError` if FastAPI is not installed.
+        """
+        from cronlock.web.fastapi import router
+
+        return router(self)
+
+
+class Process:
+    """What a Cronlock has open in one process and one event loop."""
+
+    def __init__(self, settings: Settings, tasks: Registry) -> None:
+        self.settings = settings
+        self.instance = runs.Instance(uuid4(), socket.gethostname(), os.getpid(), settings.release)
+        self.database = Database(settings, has_threads=any(not task.is_async for task in tasks))
+        statements = runs.Statements(settings.schema_name, self.instance)
+        self.recorder = Recorder(self.database, statements)
+        self.runner = Runner(self.database, self.recorder, statements, self.instance, Scrub(settings))
+        self.readiness = Readiness(self.database, self.runner, tasks)
+        self._timer: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Start the pools and the timer; an unreachable database is no error here."""
+        await self.runner.spawn(self.database.open())
+        timer = Timer(self.database, self.runner, self.readiness)
+        self._timer = self.runner.spawn(timer.run())
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Let what runs end within `timeout` seconds (CRONLOCK_DRAIN_TIMEOUT), then cancel and record it."""
+        seconds = self.settings.drain_timeout.total_seconds() if timeout is None else timeout
+        await self.runner.spawn(self.runner.drain(seconds))
+        await self.recorder.drain(5.0)
+
+    async def close(self, timeout: float | None = None) -> None:
+        """Drain, then close everything."""
+        await self.drain(timeout)
+        if self._timer is not None:
+            self._timer.cancel()
+            await asyncio.wait((self._timer,))
+        await self.runner.spawn(self.database.close())

@@ -1,0 +1,452 @@
+"""Every setting: its name, its environment name, its default. The only reader of the environment.
+
+`Settings.load()` reads them all and reports all that is wrong at once. What only some commands need is asked for
+by them: `Settings.database_url` raises when there is none, `Settings.require_secrets()` when the secrets will not do.
+No message, description or representation here shows a secret or a password.
+"""
+
+import logging
+import math
+import os
+import re
+from datetime import timedelta
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from cronlock import conninfo
+from cronlock.errors import ConfigError
+from cronlock.scrub import Scrubber
+
+log = logging.getLogger("cronlock.config")
+
+PREFIX = "CRONLOCK_"
+READ_ELSEWHERE = frozenset({"CRONLOCK_APP", "CRONLOCK_PG_BIN", "CRONLOCK_TEST_URL"})
+"""Names of the prefix that are no setting: of the command line and of the tests."""
+
+SHORTEST_SECRET = 16
+NOT_SECRETS = frozenset({"undefined", "none", "null"})
+"""What a missing variable becomes in JavaScript, Python and JSON."""
+
+SHORTEST_DURATION = timedelta(milliseconds=1)  # shorter is 0 ms to PostgreSQL, which means "no limit"
+LONGEST_TIMEOUT = timedelta(days=24)  # PostgreSQL's timeouts are milliseconds in 31 bits: 24.8 days
+LONGEST_RETENTION = timedelta(days=3650)
+LARGEST_BODY = 128 * 1024**2  # jsonb holds strings below 256 MiB
+
+DURATION = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?(ms|s|m|h|d|)", re.ASCII)
+UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "": 1.0, "ms": 0.001}
+SIZE = re.compile(r"([0-9]{1,12}) ?(b|kb|mb|gb|kib|mib|gib|)", re.ASCII | re.IGNORECASE)
+SIZES = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 1024, "mib": 1024**2, "gib": 1024**3}
+
+
+def parse_duration(value: object, *, longest: timedelta = LONGEST_TIMEOUT) -> timedelta:
+    """A span of time from "120s", "2m", "1h", "7d", "500ms", a number of seconds (or one as text) or a timedelta.
+
+    Raises ValueError, with an example, for anything else, for less than a millisecond and for more than `longest`.
+    """
+    if isinstance(value, timedelta):
+        span = value
+    else:
+        seconds = _seconds(value)
+        if seconds is None:
+            raise ValueError(f"{_shown(value)} is not a duration; write it as '120s', '2m', '1h', '7d' or '500ms'")
+        span = timedelta(seconds=min(seconds, longest.total_seconds() + 1))
+    if span < SHORTEST_DURATION:
+        raise ValueError(f"{_shown(value)} is not a duration of at least 1ms, such as '120s'")
+    if span > longest:
+        raise ValueError(f"{_shown(value)} is longer than {format_duration(longest)}; write it as '120s' or '7d'")
+    return span
+
+
+def format_duration(span: timedelta) -> str:
+    """As `parse_duration` reads it, in the largest unit that leaves no rest."""
+    milliseconds = span / timedelta(milliseconds=1)
+    for unit in ("d", "h", "m", "s"):
+        if milliseconds and not milliseconds % (UNITS[unit] * 1000):
+            return f"{milliseconds / (UNITS[unit] * 1000):.0f}{unit}"
+    return f"{milliseconds:g}ms"
+
+
+def parse_size(value: object) -> int:
+    """A number of bytes from 1000, "1000", "64KiB", "1MiB" or "1MB"; raises ValueError, with an example."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        found = SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError(f"{_shown(value)} is not a size; write it as '1MiB', '64KiB' or '1000'")
+        size = int(found[1]) * SIZES[found[2].lower()]
+    if not 1 <= size <= LARGEST_BODY:
+        raise ValueError(f"{_shown(value)} is not a size from 1 byte to {format_size(LARGEST_BODY)}, such as '1MiB'")
+    return size
+
+
+def format_size(size: int) -> str:
+    """As `parse_size` reads it."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if size and not size % SIZES[unit.lower()]:
+            return f"{size // SIZES[unit.lower()]}{unit}"
+    return str(size)
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if isinstance(value, str):
+        found = DURATION.fullmatch(value.strip())
+        return float(found[1]) * UNITS[found[2]] if found else None
+    try:
+        seconds = float(value)
+    except OverflowError:
+        return None
+    return seconds if math.isfinite(seconds) else None
+
+
+def _shown(value: object) -> str:
+    text = ascii(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:59]}.."
+
+
+def _retention(value: object) -> timedelta:
+    return parse_duration(value, longest=LONGEST_RETENTION)
+
+
+def _number(value: object) -> object:
+    return int(value) if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value.strip(), re.ASCII) else value
+
+
+def _url(value: object) -> object:
+    if value is None:
+        return None
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if not isinstance(value, str):
+        raise ValueError(f"is text, not a {type(value).__name__}")
+    found = conninfo.normalise(value)
+    if found.dropped:
+        log.warning("database URL: left out what PostgreSQL does not know: %s", ", ".join(found.dropped))
+    return found.text
+
+
+def _schema(value: object) -> object:
+    text = _text(value)
+    if not 1 <= len(text.encode()) <= 63:
+        raise ValueError(f"is a name of 1 to 63 bytes, not {len(text.encode())}")
+    if text.startswith("pg_") or text == "information_schema":
+        raise ValueError(f"{_shown(text)} is a name that PostgreSQL keeps for itself")
+    return text
+
+
+def _namespace(value: object) -> object:
+    text = _text(value)
+    if len(text.encode()) > 63 or not text.isprintable():
+        raise ValueError("is a name of at most 63 bytes without control characters")
+    return text
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"is text, not a {type(value).__name__}")
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("has a NUL character or is not UTF-8")
+    return value
+
+
+def _secret(value: object) -> SecretStr | None:
+    """One secret without the white space around it; None if nothing is left."""
+    text = value.get_secret_value() if isinstance(value, SecretStr) else value
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ValueError(f"is text, not a {type(text).__name__}")
+    if text.strip() and text != text.strip():
+        log.warning("removed the white space around a secret; set it without")
+    return SecretStr(text.strip()) if text.strip() else None
+
+
+def _secrets(value: object) -> tuple[SecretStr, ...]:
+    """Comma-separated text, or several; empty entries are dropped, so that they can never be matched."""
+    if value is None:
+        return ()
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if isinstance(value, str):
+        value = value.split(",")
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        raise ValueError(f"is text, or a list of texts, not a {type(value).__name__}")
+    found = [secret for secret in map(_secret, value) if secret is not None]
+    return tuple(dict.fromkeys(found))
+
+
+Duration = Annotated[timedelta, BeforeValidator(parse_duration)]
+Retention = Annotated[timedelta, BeforeValidator(_retention)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+SkipStatus = Annotated[Literal[200, 409, 503], BeforeValidator(_number)]
+Count = Annotated[int, BeforeValidator(_number)]
+Url = Annotated[str | None, BeforeValidator(_url)]
+
+
+def setting(default: Any, *names: str, example: str, about: str, **limits: Any) -> Any:
+    """A field with its environment names (the first that is set wins), an example and a description."""
+    return Field(default, json_schema_extra={"env": list(names)}, examples=[example], description=about, **limits)
+
+
+class Environment(PydanticBaseSettingsSource):
+    """The environment by the names that the fields give; a blank variable is one that is not set."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The value of the first of the field's names that is set, the key it is passed on by, and False."""
+        values = (os.environ.get(name, "") for name in env_names(field))
+        return next((value for value in values if value.strip()), None), key(field_name, field), False
+
+    def __call__(self) -> dict[str, Any]:
+        """All that are set."""
+        found = (self.get_field_value(field, name) for name, field in self.settings_cls.model_fields.items())
+        return {name: value for value, name, _ in found if value is not None}
+
+
+class Settings(BaseSettings):
+    """The settings of one installation. Make it with `Settings.load`."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    database: Url = setting(
+        None,
+        "CRONLOCK_DATABASE_URL",
+        "DATABASE_URL",
+        example=conninfo.EXAMPLE,
+        about="the database, through a pooler or not",
+        validation_alias="database_url",
+        repr=False,
+    )
+    direct_url: Url = setting(
+        None,
+        "CRONLOCK_DIRECT_URL",
+        example=conninfo.EXAMPLE,
+        about="the database without a pooler, for migrations and LISTEN",
+        repr=False,
+    )
+    secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)] = setting(
+        (), "CRON_SECRET", example="$(cronlock secret)", about="what callers send as a Bearer token; commas between"
+    )
+    admin_secret: Annotated[SecretStr | None, BeforeValidator(_secret)] = setting(
+        None, "CRONLOCK_ADMIN_SECRET", example="$(cronlock secret)", about="for the dashboard, metrics and commands"
+    )
+    schema_name: Annotated[str, BeforeValidator(_schema)] = setting(
+        "cronlock", "CRONLOCK_SCHEMA", example="cronlock", about="the schema that everything is in"
+    )
+    namespace: Annotated[str, BeforeValidator(_namespace)] = setting(
+        "", "CRONLOCK_NAMESPACE", example="shop", about="put before lock names, for two installations in one database"
+    )
+    pooler: Literal["none", "transaction"] = setting(
+        "none", "CRONLOCK_POOLER", example="transaction", about="what is between here and the database"
+    )
+    skip_status: SkipStatus = setting(
+        200, "CRONLOCK_SKIP_STATUS", example="409", about="the HTTP status of a skipped run"
+    )
+    timeout: Duration = setting(
+        timedelta(seconds=120), "CRONLOCK_TIMEOUT", example="120s", about="how long a run may take"
+    )
+    acquire_timeout: Duration = setting(
+        timedelta(seconds=5), "CRONLOCK_ACQUIRE_TIMEOUT", example="5s", about="how long to wait for a connection"
+    )
+    drain_timeout: Duration = setting(
+        timedelta(seconds=25), "CRONLOCK_DRAIN_TIMEOUT", example="25s", about="how long a stop waits for what runs"
+    )
+    recover_interval: Duration = setting(
+        timedelta(seconds=15), "CRONLOCK_RECOVER_INTERVAL", example="15s", about="how often lost runs are looked for"
+    )
+    max_body: Size = setting(1024**2, "CRONLOCK_MAX_BODY", example="1MiB", about="the largest request body")
+    pool_size: Count = setting(
+        10, "CRONLOCK_POOL_SIZE", example="10", about="connections for runs, per process", ge=1, le=1000
+    )
+    record_pool_size: Count = setting(
+        2, "CRONLOCK_RECORD_POOL_SIZE", example="2", about="connections for recording, per process", ge=1, le=100
+    )
+    record_queue_size: Count = setting(
+        10_000, "CRONLOCK_RECORD_QUEUE_SIZE", example="10000", about="records that may wait", ge=1, le=1_000_000
+    )
+    release: Annotated[str | None, Field(max_length=200)] = setting(
+        None, "CRONLOCK_RELEASE", example="2026-11-30.1", about="the version of your code, written beside every run"
+    )
+    retention_skipped: Retention = setting(
+        timedelta(days=7), "CRONLOCK_RETENTION_SKIPPED", example="7d", about="how long skipped runs are kept"
+    )
+    retention_completed: Retention = setting(
+        timedelta(days=28), "CRONLOCK_RETENTION_COMPLETED", example="28d", about="how long completed runs are kept"
+    )
+    retention_failed: Retention = setting(
+        timedelta(days=90), "CRONLOCK_RETENTION_FAILED", example="90d", about="how long failed runs are kept"
+    )
+    log_format: Literal["json", "text"] = setting(
+        "json", "CRONLOCK_LOG_FORMAT", example="text", about="how log lines are written"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keyword arguments first, then the environment; no files."""
+        return init_settings, Environment(settings_cls)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pooler_of_the_url(cls, values: Any) -> Any:
+        """`?pgbouncer=true` says that there is a pooler, unless the setting says something itself."""
+        if isinstance(values, dict) and "pooler" not in values and is_pooled(values.get("database_url")):
+            return {**values, "pooler": "transaction"}
+        return values
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Self:
+        """The settings from keyword arguments and, where there is none, from the environment.
+
+        Raises `ConfigError` that names every setting that is wrong, by both its names, with an example each. Warns of
+        environment names of our prefix that are no setting.
+        """
+        _warn_of_unknown_names()
+        problems: list[str] = []
+        try:
+            return cls(**overrides)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False, include_input=False)
+            problems = [_problem(str(problem["loc"][0]), problem["type"], problem["msg"]) for problem in found]
+        # raised out here: the ValidationError holds what was given, and must not hang on as the context
+        raise ConfigError(_report(problems))
+
+    @property
+    def database_url(self) -> str:
+        """The database's connection string, as libpq takes it; raises `ConfigError` if there is none."""
+        if self.database is None:
+            raise ConfigError(_report([_problem("database_url", "missing", "is not set")]))
+        return self.database
+
+    @property
+    def database_label(self) -> str:
+        """host:port/dbname, for messages; "no database" if none is set."""
+        return conninfo.label(self.database) if self.database is not None else "no database"
+
+    def require_secrets(self) -> tuple[SecretStr, ...]:
+        """The secrets that callers may send; raises `ConfigError` if there is none, or if one will not do.
+
+        One will not do that is shorter than 16 characters, has white space inside, is anything but visible ASCII (a
+        header cannot carry it), or is what a missing variable is printed as. The admin secret, if set, is held to the
+        same, and must be another one.
+        """
+        problems = [
+            _problem("secrets", "value_error", f"{_entry(index, self.secrets)}{reason}")
+            for index, secret in enumerate(self.secrets)
+            if (reason := secret_fault(secret))
+        ]
+        if not self.secrets:
+            problems.append(_problem("secrets", "missing", "is not set"))
+        if self.admin_secret is not None:
+            if reason := secret_fault(self.admin_secret):
+                problems.append(_problem("admin_secret", "value_error", reason))
+            if self.admin_secret in self.secrets:
+                problems.append(_problem("admin_secret", "value_error", "is the same as a CRON_SECRET; make another"))
+        if problems:
+            raise ConfigError(_report(problems))
+        return self.secrets
+
+    def describe(self) -> dict[str, str]:
+        """Every setting by its name, as text that may be printed: secrets and passwords are masked."""
+        return {
+            key(name, field): _described(getattr(self, name)) for name, field in type(self).model_fields.items()
+        }
+
+    def scrub(self, text: str) -> str:
+        """`text` without the configured secrets, or anything that looks like one; see `cronlock.scrub`."""
+        return self._scrubber.scrub(text)
+
+    @cached_property
+    def _scrubber(self) -> Scrubber:
+        secrets = [secret.get_secret_value() for secret in (*self.secrets, self.admin_secret) if secret is not None]
+        urls = [url for url in (self.database, self.direct_url) if url is not None]
+        passwords = [password for url in urls for password in conninfo.passwords(url)]
+        return Scrubber(value for value in secrets + passwords if value.lower() not in NOT_SECRETS)
+
+
+def env_names(field: FieldInfo) -> list[str]:
+    """The environment names of a setting, the one that wins first."""
+    extra = field.json_schema_extra
+    return [str(name) for name in extra["env"]] if isinstance(extra, dict) and isinstance(extra["env"], list) else []
+
+
+def key(name: str, field: FieldInfo) -> str:
+    """The keyword that a setting is given by."""
+    return field.validation_alias if isinstance(field.validation_alias, str) else name
+
+
+def secret_fault(secret: SecretStr) -> str | None:
+    """Why a secret will not do, without any part of it; None if it will."""
+    text = secret.get_secret_value()
+    if text.lower() in NOT_SECRETS or not text:
+        return "is empty or what a missing variable is printed as (undefined, None, null)"
+    if len(text.split()) != 1:
+        return "has white space inside"
+    if not text.isascii() or not text.isprintable():
+        return "has control characters or characters that are not ASCII, which a header cannot carry"
+    if len(text) < SHORTEST_SECRET:
+        return f"has {len(text)} characters; at least {SHORTEST_SECRET} are needed"
+    return None
+
+
+def is_pooled(url: object) -> bool:
+    """Whether a database URL says that a pooler is there; a URL that is wrong says nothing."""
+    try:
+        return isinstance(url, str) and conninfo.normalise(url).is_pooled
+    except ValueError:
+        return False
+
+
+def _entry(index: int, secrets: tuple[SecretStr, ...]) -> str:
+    return f"entry {index + 1} of {len(secrets)} " if len(secrets) > 1 else ""
+
+
+def _described(value: object) -> str:
+    match value:
+        case None | "" | ():
+            return "not set"
+        case SecretStr():
+            return f"set ({len(value)} characters)"
+        case tuple():
+            return ", ".join(map(_described, value))
+        case timedelta():
+            return format_duration(value)
+    return str(value)
+
+
+def _fields() -> dict[str, FieldInfo]:
+    return {key(name, field): field for name, field in Settings.model_fields.items()}
+
+
+def _problem(name: str, kind: str, message: str) -> str:
+    """One line of a report; `kind` is pydantic's name of the fault."""
+    field = _fields().get(name)
+    if field is None:
+        near = get_close_matches(name, _fields(), n=1)
+        return f"{ascii(name)[:80]} is not a setting{f'; did you mean {near[0]}?' if near else ''}"
+    names = env_names(field)
+    example = f"{names[-1]}={(field.examples or [''])[0]}"
+    reason = message.removeprefix("Value error, ")
+    return f"{name} ({' or '.join(reversed(names))}): {reason}. Example: {example}"
+
+
+def _report(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return "\n".join([f"{len(problems)} settings are wrong:", *(f"  {problem}" for problem in problems)])
+
+
+def _warn_of_unknown_names() -> None:
+    known = {name for field in _fields().values() for name in env_names(field)} | READ_ELSEWHERE
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in known:
+            near = get_close_matches(name, sorted(known), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            log.warning("%s in the environment is not a setting of cronlock%s", ascii(name)[1:81], hint)

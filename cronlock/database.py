@@ -1,0 +1,370 @@
+"""Connections: one pool for runs, one for plain functions, a small one of its own for recording.
+
+Coordination talks psycopg. What a task is handed as `run.connection` is SQLAlchemy over the very driver
+connection whose transaction holds the lock, made when the task first asks for it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout, TooManyRequests
+from sqlalchemy import Connection as SqlConnection
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import AsyncConnection as AsyncSqlConnection
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
+
+from cronlock.config import Settings
+from cronlock.errors import Unavailable
+from cronlock.lending import (
+    CONTEXT,
+    OWN,
+    AsyncTaskConnection,
+    TaskConnection,
+    ThreadTaskConnection,
+    cut,
+    is_gone,
+)
+
+T = TypeVar("T")
+Row = tuple[Any, ...]
+CANCEL_TIMEOUT = 2.0
+
+NETWORK = {
+    "connect_timeout": "5",
+    "keepalives": "1",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "15000",
+    "client_encoding": "UTF8",
+    "application_name": "cronlock",
+}
+
+creating: ContextVar[TaskConnection] = ContextVar("cronlock_creating")
+"""The driver connection that SQLAlchemy's pool is to wrap next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What the messages need to know of the server."""
+
+    version: int
+    has_check_interval: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a message brought back: the rows of its last statement that had any, and its last command tag."""
+
+    rows: list[Row]
+    tag: str
+
+
+def network(url: str) -> str:
+    """A connection string with cronlock's network settings under the user's own."""
+    return make_conninfo("", **{**NETWORK, **conninfo_to_dict(url)})
+
+
+def unavailable(error: psycopg.Error) -> Unavailable:
+    """The 503 that a database error means for a call that has not begun to run."""
+    state = error.sqlstate or ""
+    if state == "53200":
+        return Unavailable("lock_table_full", "PostgreSQL has no room for another lock (53200)")
+    if state in ("25006", "55000"):
+        return Unavailable("read_only", "the server is read-only or a standby")
+    if state in ("42P01", "3F000", "42703"):
+        return Unavailable("schema_unknown", "cronlock's tables are not there; run: cronlock migrate")
+    if state == "42501":
+        return Unavailable("not_permitted", "the role lacks a privilege on cronlock's tables; see the docs on roles")
+    return Unavailable("database_unavailable", f"the database cannot be used now ({type(error).__name__})")
+
+
+class AsyncSeat:
+    """A run's connection for an `async def` task."""
+
+    def __init__(self, database: "Database", connection: AsyncTaskConnection) -> None:
+        self.database = database
+        self.connection = connection
+        self.sql: AsyncSqlConnection | None = None
+
+    async def send(self, message: bytes) -> Reply:
+        """Send one message of several statements; raises the `psycopg.Error` of the first that fails."""
+        cursor = psycopg.AsyncClientCursor(self.connection)
+        await cursor.execute(message)
+        rows: list[Row] = []
+        while True:
+            if cursor.description is not None:
+                rows = await cursor.fetchall()
+            if not cursor.nextset():
+                return Reply(rows, cursor.statusmessage or "")
+
+    def face(self) -> AsyncSqlConnection:
+        """SQLAlchemy over this connection, in the transaction that is open on it."""
+        if self.sql is None:
+            creating.set(self.connection)
+            self.sql = immediately(begun(self.database.engine.connect()))
+        return self.sql
+
+    async def close_face(self) -> None:
+        """Let SQLAlchemy go without a word to the server."""
+        if self.sql is not None:
+            self.connection.closing = True
+            try:
+                await self.sql.close()
+            finally:
+                self.connection.closing = False
+                self.sql = None
+
+    async def cancel(self) -> None:
+        """Cancel the statement that is running, if one is."""
+        try:
+            await self.connection.cancel_safe(timeout=CANCEL_TIMEOUT)
+        except psycopg.Error:
+            cut(self.connection)
+
+    async def give_back(self) -> None:
+        """Return the connection to its pool; one that is not idle is thrown away there."""
+        self.connection.lending = None
+        await self.database.runs.putconn(self.connection)
+
+
+class ThreadSeat:
+    """A run's connection for a plain function; everything that may block is done in a thread."""
+
+    def __init__(self, database: "Database", connection: ThreadTaskConnection) -> None:
+        self.database = database
+        self.connection = connection
+        self.sql: SqlConnection | None = None
+
+    async def send(self, message: bytes) -> Reply:
+        """As `AsyncSeat.send`."""
+        return await self.database.in_thread(self._send, message)
+
+    def _send(self, message: bytes) -> Reply:
+        cursor = psycopg.ClientCursor(self.connection)
+        cursor.execute(message)
+        rows: list[Row] = []
+        while True:
+            if cursor.description is not None:
+                rows = cursor.fetchall()
+            if not cursor.nextset():
+                return Reply(rows, cursor.statusmessage or "")
+
+    def face(self) -> SqlConnection:
+        """As `AsyncSeat.face`."""
+        if self.sql is None:
+            creating.set(self.connection)
+            self.sql = self.database.sync_engine.connect()
+            self.sql.begin()
+        return self.sql
+
+    async def close_face(self) -> None:
+        """As `AsyncSeat.close_face`."""
+        if self.sql is not None:
+            self.connection.closing = True
+            try:
+                await self.database.in_thread(self.sql.close)
+            finally:
+                self.connection.closing = False
+                self.sql = None
+
+    async def cancel(self) -> None:
+        """As `AsyncSeat.cancel`."""
+        try:
+            await self.database.in_thread(lambda: self.connection.cancel_safe(timeout=CANCEL_TIMEOUT))
+        except psycopg.Error:
+            cut(self.connection)
+
+    async def give_back(self) -> None:
+        """As `AsyncSeat.give_back`."""
+        self.connection.lending = None
+        await self.database.in_thread(self.database.threads.putconn, self.connection)
+
+
+Seat = AsyncSeat | ThreadSeat
+
+
+async def begun(connection: AsyncSqlConnection) -> AsyncSqlConnection:
+    """A started SQLAlchemy connection that knows it is in a transaction; nothing is sent for that."""
+    await connection.start()
+    await connection.begin()
+    return connection
+
+
+def immediately(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    coroutine.close()
+    raise RuntimeError("SQLAlchemy wanted to wait while it wrapped an open connection")
+
+
+async def given(*_: Any, **__: Any) -> Any:
+    """SQLAlchemy's `async_creator`: the connection that is being wrapped."""
+    return creating.get()
+
+
+class Database:
+    """The pools of one process, in one event loop."""
+
+    def __init__(self, settings: Settings, *, has_threads: bool) -> None:
+        self.settings = settings
+        self.has_threads = has_threads
+        self.server: Server | None = None
+        conninfo = network(settings.database_url)
+        is_pooled = settings.pooler == "transaction"
+        kwargs = {"autocommit": True, "prepare_threshold": None if is_pooled else 5}
+        wait = settings.acquire_timeout.total_seconds()
+        common: dict[str, Any] = {"timeout": wait, "open": False, "kwargs": kwargs, "reconnect_timeout": 60}
+        self.runs = AsyncConnectionPool(
+            conninfo,
+            connection_class=AsyncTaskConnection,
+            min_size=1,
+            max_size=settings.pool_size,
+            name="cronlock-runs",
+            **common,
+        )
+        self.threads = ConnectionPool(
+            conninfo,
+            connection_class=ThreadTaskConnection,
+            min_size=0,
+            max_size=settings.pool_size,
+            name="cronlock-threads",
+            **common,
+        )
+        self.records = AsyncConnectionPool(
+            conninfo, min_size=1, max_size=settings.record_pool_size, name="cronlock-records", **common
+        )
+        self.engine = create_async_engine(
+            "postgresql+psycopg://", async_creator=given, poolclass=NullPool, pool_reset_on_return=None
+        )
+        self.sync_engine = create_engine(
+            "postgresql+psycopg://", creator=creating.get, poolclass=NullPool, pool_reset_on_return=None
+        )
+        self._executor = ThreadPoolExecutor(
+            settings.pool_size, thread_name_prefix="cronlock", initializer=CONTEXT.set, initargs=(OWN,)
+        )
+
+    async def open(self) -> None:
+        """Start the pools; they connect in the background and again after every outage."""
+        await self.records.open(wait=False)
+        await self.runs.open(wait=False)
+        if self.has_threads:
+            self.threads.open(wait=False)
+
+    async def close(self) -> None:
+        """Close every connection; a lock still held goes with its connection."""
+        await self.runs.close(timeout=2)
+        if self.has_threads:
+            await self.in_thread(lambda: self.threads.close(timeout=2))
+        await self.records.close(timeout=2)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        await self.engine.dispose()
+        self.sync_engine.dispose()
+
+    async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        """Run a blocking call of the synchronous driver in a thread of its own pool."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+
+    async def acquire(self, is_async: bool, timeout: float) -> Seat:
+        """A connection for a run within `timeout` seconds; raises `Unavailable`."""
+        try:
+            while True:
+                if is_async:
+                    seat: Seat = AsyncSeat(self, await self.runs.getconn(timeout))
+                else:
+                    seat = ThreadSeat(self, await self.in_thread(self.threads.getconn, timeout))
+                if not is_gone(seat.connection):
+                    return seat
+                cut(seat.connection)
+                await discard(seat)
+        except (PoolTimeout, TooManyRequests):
+            raise Unavailable("no_connection", f"no database connection within {timeout:g} s") from None
+        except psycopg.Error as error:
+            raise unavailable(error) from error
+
+    @asynccontextmanager
+    async def recording(self) -> AsyncIterator["psycopg.AsyncConnection[Any]"]:
+        """A connection of the recording pool; raises `Unavailable`."""
+        try:
+            connection = await self.records.getconn()
+        except (PoolTimeout, TooManyRequests):
+            raise Unavailable("database_unavailable", "the database cannot be reached") from None
+        try:
+            yield connection
+        finally:
+            await self.records.putconn(connection)
+
+    async def learn(self, connection: "psycopg.AsyncConnection[Any]") -> Server:
+        """Find out what the server can do, and let SQLAlchemy's dialects look at it, once."""
+        if self.server is not None:
+            return self.server
+        version = connection.info.server_version
+        try:
+            await ask(connection, b"BEGIN; SET LOCAL client_connection_check_interval = 500; COMMIT")
+            has_check = True
+        except psycopg.Error:
+            await ask(connection, b"ROLLBACK")
+            has_check = False
+        await self._introduce()
+        self.server = Server(version, has_check)
+        return self.server
+
+    async def _introduce(self) -> None:
+        for is_async in (True, False) if self.has_threads else (True,):
+            seat = await self.acquire(is_async, self.settings.acquire_timeout.total_seconds())
+            seat.connection.closing = True
+            creating.set(seat.connection)
+            if isinstance(seat, AsyncSeat):
+                async with self.engine.connect():
+                    pass
+            else:
+                await self.in_thread(self._introduce_sync, seat.connection)
+            seat.connection.closing = False
+            await seat.give_back()
+
+    def _introduce_sync(self, connection: ThreadTaskConnection) -> None:
+        creating.set(connection)
+        self.sync_engine.connect().close()
+
+
+async def discard(seat: Seat) -> None:
+    """Close a broken connection and tell its pool."""
+    seat.connection.lending = None
+    if isinstance(seat, AsyncSeat):
+        await seat.connection.close()
+    else:
+        seat.connection.close()
+    await seat.give_back()
+
+
+async def ask(connection: "psycopg.AsyncConnection[Any]", message: bytes) -> list[list[Row]]:
+    """Send one message on a recording connection; the rows of each statement that gives any."""
+    cursor = psycopg.AsyncClientCursor(connection)
+    await cursor.execute(message)
+    replies: list[list[Row]] = []
+    while True:
+        if cursor.description is not None:
+            replies.append(await cursor.fetchall())
+        if not cursor.nextset():
+            return replies
+
+
+async def within(seconds: float, connection: "psycopg.BaseConnection[Any]", talk: Coroutine[Any, Any, T]) -> T:
+    """Await what talks on `connection`; after `seconds` its socket is cut, and the error of that is raised."""
+    timer = asyncio.get_running_loop().call_later(seconds, cut, connection)
+    try:
+        return await talk
+    finally:
+        timer.cancel()

@@ -1,0 +1,106 @@
+"""What cronlock raises, and the two signals a task may raise.
+
+CronlockError
+├── ConfigError            a setting is missing or wrong
+├── RegistrationError      a task cannot be registered: its name, its lock, its options
+├── EmbeddedError          the embedded PostgreSQL cannot be found or started
+├── MigrationError         the schema could not be brought up to date
+├── PayloadError           what arrived is not a payload (HTTP 400)
+├── PayloadInvalid         a payload that does not fit the task's model (HTTP 422)
+├── UnknownTask            no task of that name is registered (HTTP 404)
+├── Unavailable            nothing was run and nothing was decided; ask again later (HTTP 503)
+├── TransactionRefused     a task tried to end the transaction that holds its lock
+├── TransactionEnded       that transaction is over, so the work cannot be committed with it
+├── StatementRefused       the run is being stopped; no further statement is sent
+└── LockLost               the connection that held the lock is gone
+
+Retry and Cancel are signals, not errors: a task raises them to say how its run ends.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+
+class CronlockError(Exception):
+    """The root of everything cronlock raises on purpose."""
+
+
+class ConfigError(CronlockError):
+    """A setting is missing or wrong; the message names it and gives an example."""
+
+
+class RegistrationError(CronlockError):
+    """A task cannot be registered as it was declared."""
+
+
+class EmbeddedError(CronlockError):
+    """The embedded PostgreSQL cannot be found, made or started."""
+
+
+class MigrationError(CronlockError):
+    """The schema could not be brought up to date."""
+
+
+class PayloadError(CronlockError):
+    """What arrived cannot be a payload; `str()` is the short reason."""
+
+
+class PayloadInvalid(CronlockError):
+    """The payload does not fit the task's model.
+
+    `fields` lists what is wrong, one mapping of `field`, `message` and `type` each.
+    """
+
+    def __init__(self, fields: list[dict[str, Any]]) -> None:
+        super().__init__("the payload does not fit the task")
+        self.fields = fields
+
+
+class UnknownTask(CronlockError):
+    """No task of that name is registered."""
+
+
+class Unavailable(CronlockError):
+    """Nothing was run: `reason` is one word for programs, `str()` a sentence for people."""
+
+    def __init__(self, reason: str, message: str, retry_after: int = 5) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class TransactionRefused(CronlockError):
+    """`commit`, `rollback` or `close` on what a task was handed; the run fails."""
+
+
+class TransactionEnded(CronlockError):
+    """The task's transaction is over although cronlock did not end it."""
+
+
+class StatementRefused(CronlockError):
+    """The run is being stopped or has ended; its connection takes no further statement."""
+
+
+class LockLost(CronlockError):
+    """The connection that held the lock is gone, and the lock with it."""
+
+
+class Retry(Exception):  # noqa: N818 - a signal, not an error
+    """Ends the run as `failed` and asks the caller to come again (HTTP 503).
+
+    `after` is a number of seconds or a `timedelta`.
+    """
+
+    def __init__(self, reason: str = "", *, after: float | timedelta = 60) -> None:
+        seconds = after.total_seconds() if isinstance(after, timedelta) else float(after)
+        if not 0 <= seconds <= 7 * 86400:
+            raise ValueError(f"Retry(after={after!r}): give between 0 seconds and 7 days")
+        super().__init__(reason or f"asked to be retried after {seconds:g} s")
+        self.after = seconds
+
+
+class Cancel(Exception):  # noqa: N818 - a signal, not an error
+    """Ends the run as `cancelled`; everything it wrote is rolled back."""
+
+    def __init__(self, reason: str = "cancelled by the task") -> None:
+        super().__init__(reason)

@@ -1,0 +1,110 @@
+"""One run while it runs: its code, what may stop it, and what its caller waits for."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cronlock.context import Run
+from cronlock.database import Seat
+from cronlock.gate import Call
+from cronlock.lending import Lending
+from cronlock.outcome import Holder, Outcome
+from cronlock.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a run is stopped before its code returned: the status it ends with, and a sentence."""
+
+    status: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What the task's code came to: a value, or an exception of any kind."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Execution:
+    """A run from the moment its `running` row is durable."""
+
+    def __init__(
+        self, call: Call, seat: Seat, *, run_id: int, started_at: str, opened_us: int, lock_key: int, instance: str
+    ) -> None:
+        self.call = call
+        self.seat = seat
+        self.run_id = run_id
+        self.started_at = started_at
+        self.opened_us = opened_us
+        self.lock_key = lock_key
+        self.instance = instance
+        self.started = time.monotonic()
+        self.lending = Lending()
+        self.run: Run | None = None
+        self.is_doing = False
+        loop = asyncio.get_running_loop()
+        self.stop: asyncio.Future[Stop] = loop.create_future()
+        self.answer: asyncio.Future[Outcome] = loop.create_future()
+
+    @property
+    def task(self) -> Task:
+        """The task that runs."""
+        return self.call.task
+
+    def elapsed_ms(self) -> int:
+        """Milliseconds since the run began."""
+        return round((time.monotonic() - self.started) * 1000)
+
+    def holder(self) -> Holder:
+        """This run as the holder of its lock."""
+        return Holder(self.run_id, self.started_at, self.elapsed_ms(), self.instance)
+
+    def ask_to_stop(self, stop: Stop) -> None:
+        """Stop the run; the first reason counts."""
+        if not self.stop.done():
+            self.stop.set_result(stop)
+
+    def reply(self, outcome: Outcome) -> None:
+        """Answer the caller, once."""
+        if not self.answer.done():
+            self.answer.set_result(outcome)
+
+
+async def contain(task: Task, run: Run) -> Returned:
+    """Run an `async def` task; whatever it raises comes back as a value, SystemExit too."""
+    try:
+        return Returned(value=await task.call(run))
+    except BaseException as error:
+        return Returned(error=error)
+
+
+def in_thread(task: Task, run: Run, start: Callable[[Callable[[], None]], None]) -> "asyncio.Future[Returned]":
+    """Run a plain function in a daemon thread of its own, which cannot keep the process from ending.
+
+    `start` wraps the thread's body, to run it in the caller's context.
+    """
+    loop = asyncio.get_running_loop()
+    returned: asyncio.Future[Returned] = loop.create_future()
+
+    def tell(result: Returned) -> None:
+        if not returned.done():
+            returned.set_result(result)
+
+    def body() -> None:
+        try:
+            result = Returned(value=task.call(run))
+        except BaseException as error:
+            result = Returned(error=error)
+        try:
+            loop.call_soon_threadsafe(tell, result)
+        except RuntimeError:
+            pass  # the loop is closed: the process is ending and nobody waits
+
+    threading.Thread(target=start, args=(body,), name=f"cronlock-{task.name}", daemon=True).start()
+    return returned

@@ -1,0 +1,75 @@
+"""The callers of one lock in one process share their attempts.
+
+A caller joins the next attempt, never one already under way, so that no answer is older than its question.
+The first caller of an attempt leads: if it gets the lock it runs, and the others are skipped with its run as
+the holder; if not, all are skipped. While this process runs a task itself, further callers of its lock are
+skipped from memory.
+"""
+
+import asyncio
+import contextvars
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from cronlock.outcome import Outcome
+from cronlock.tasks import Task
+
+if TYPE_CHECKING:
+    from cronlock.execution import Execution
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call for a task, until it is decided.
+
+    `decided` gives the outcome of a skip, the execution that this call began, or None for "ask again".
+    """
+
+    task: Task
+    payload: Any
+    trigger: str
+    caller: str | None
+    context: contextvars.Context
+    received: float = field(default_factory=time.monotonic)
+    nonce: str = ""
+    decided: "asyncio.Future[Outcome | Execution | None]" = field(init=False, repr=False)
+
+    def ask(self) -> None:
+        """Begin to wait for a decision; a call that asks again is a new record."""
+        self.nonce = str(uuid4())
+        self.decided = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether somebody still wants this decision."""
+        return not self.decided.done()
+
+    def decide(self, decision: "Outcome | Execution | None") -> None:
+        """Give the decision, if it is still wanted."""
+        if not self.decided.done():
+            self.decided.set_result(decision)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing could be decided."""
+        if not self.decided.done():
+            self.decided.set_exception(error)
+
+    def elapsed_ms(self) -> int:
+        """Milliseconds since the call arrived."""
+        return round((time.monotonic() - self.received) * 1000)
+
+
+class Gate:
+    """One lock as this process sees it."""
+
+    def __init__(self) -> None:
+        self.running: Execution | None = None
+        self.waiting: list[Call] = []
+        self.attempts: asyncio.Task[None] | None = None
+
+    def take_group(self) -> list[Call]:
+        """The calls that the next attempt answers."""
+        group, self.waiting = [call for call in self.waiting if call.is_waiting], []
+        return group

@@ -1,0 +1,191 @@
+"""The driver connections that tasks are handed: they run SQL and refuse to end the transaction.
+
+A task's connection comes from a pool and carries the transaction that holds its lock. While it is lent,
+`commit`, `rollback` and `close` raise before they act, and are remembered: the run fails even if the task
+catches the error. Raw SQL that ends the transaction cannot be refused; the next statement after it is, and
+the closing message finds out the rest (see `locks`).
+"""
+
+import os
+import select
+import socket
+from contextvars import ContextVar
+from typing import Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from cronlock.errors import LockLost, StatementRefused, TransactionEnded, TransactionRefused
+
+GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+
+
+class Lending:
+    """One time a connection is lent to a run, and what its task did that it must not."""
+
+    def __init__(self) -> None:
+        self.fault: Exception | None = None
+        self.last_error: psycopg.Error | None = None
+        self.stopped: str | None = None
+        self.is_over = False
+        self.in_flight = 0
+
+    def refuse(self, what: str) -> TransactionRefused:
+        """The error for `what`; the run is failed by the first of them."""
+        error = TransactionRefused(
+            f"{what} is refused: this transaction holds the lock of the run and is ended by cronlock when the task"
+            " returns. Use a savepoint (begin_nested()) for work that may be undone, or raise to undo everything."
+        )
+        self.fault = self.fault or error
+        return error
+
+    def admit(self, status: TransactionStatus) -> None:
+        """Let a statement of the task pass, or raise why not."""
+        if self.is_over:
+            raise StatementRefused("the run has ended; its connection is not the task's any more")
+        if self.stopped:
+            raise StatementRefused(f"the run is being stopped ({self.stopped}); no further statement is sent")
+        if status is TransactionStatus.IDLE:
+            self.fault = self.fault or TransactionEnded(
+                "the task ended its transaction by SQL (COMMIT, END, ROLLBACK or PREPARE TRANSACTION), and with it"
+                " its lock; what it committed itself stays, nothing after it was run"
+            )
+            raise self.fault
+
+
+CONTEXT: ContextVar[Lending | None] = ContextVar("cronlock_lending", default=None)
+"""Whose code runs here: a task's lending, `OWN` for cronlock itself, None where nobody has said."""
+
+OWN = Lending()
+
+
+class Refusing:
+    """What both kinds of driver connection do while they are lent."""
+
+    lending: Lending | None = None
+    closing = False
+
+    def lent(self) -> Lending | None:
+        """The lending whose rules hold for the calling code; None for cronlock itself and for the pools.
+
+        Code that kept a connection beyond its own run stays bound by that run, which is over.
+        """
+        mine = CONTEXT.get()
+        if mine is OWN:
+            return None
+        if mine is not None and mine is not self.lending:
+            return mine if mine.is_over else self.lending
+        return self.lending
+
+    def admit(self) -> Lending | None:
+        """Let a statement pass, or raise why not; gives the lending it belongs to."""
+        lending = self.lent()
+        if lending is not None:
+            lending.admit(self.info.transaction_status)  # type: ignore[attr-defined]  # psycopg's, beside us
+        return lending
+
+
+class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
+    """psycopg's `AsyncConnection`, lent to `async def` tasks."""
+
+    async def wait(self, *args: Any, **kwargs: Any) -> Any:
+        if (lending := self.admit()) is None:
+            return await super().wait(*args, **kwargs)
+        lending.in_flight += 1
+        try:
+            return await super().wait(*args, **kwargs)
+        except psycopg.Error as error:
+            lending.last_error = error
+            raise
+        finally:
+            lending.in_flight -= 1
+
+    async def commit(self) -> None:
+        if self.closing:
+            return
+        if lending := self.lent():
+            raise lending.refuse("commit()")
+        await super().commit()
+
+    async def rollback(self) -> None:
+        if self.closing:
+            return
+        if lending := self.lent():
+            raise lending.refuse("rollback()")
+        await super().rollback()
+
+    async def close(self) -> None:
+        if self.closing:
+            return
+        if lending := self.lent():
+            raise lending.refuse("close()")
+        await super().close()
+
+
+class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
+    """psycopg's `Connection`, lent to plain functions, which run in a thread."""
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        if (lending := self.admit()) is None:
+            return super().wait(*args, **kwargs)
+        lending.in_flight += 1
+        try:
+            return super().wait(*args, **kwargs)
+        except psycopg.Error as error:
+            lending.last_error = error
+            raise
+        finally:
+            lending.in_flight -= 1
+
+    def commit(self) -> None:
+        if self.closing:
+            return
+        if lending := self.lent():
+            raise lending.refuse("commit()")
+        super().commit()
+
+    def rollback(self) -> None:
+        if self.closing:
+            return
+        if lending := self.lent():
+            raise lending.refuse("rollback()")
+        super().rollback()
+
+    def close(self) -> None:
+        if self.closing:
+            return
+        if lending := self.lent():
+            raise lending.refuse("close()")
+        super().close()
+
+
+TaskConnection = AsyncTaskConnection | ThreadTaskConnection
+
+
+def is_gone(connection: TaskConnection) -> bool:
+    """Whether the server has closed its side; asks the kernel, sends nothing, safe from any thread."""
+    try:
+        poller = select.poll()
+        poller.register(connection.fileno(), GONE)
+        return bool(poller.poll(0))
+    except (OSError, ValueError, psycopg.Error):
+        return True
+
+
+def cut(connection: "psycopg.BaseConnection[Any]") -> None:
+    """Shut the connection's socket down, so that whatever waits on it returns at once.
+
+    A cancellation through psycopg may wait for a stalled link far longer than a run can.
+    """
+    try:
+        with socket.socket(fileno=os.dup(connection.fileno())) as twin:
+            twin.shutdown(socket.SHUT_RDWR)
+    except (OSError, psycopg.Error):
+        pass
+
+
+def lost() -> LockLost:
+    """The error of a run whose connection is gone."""
+    return LockLost("the connection that held the lock is gone; what the run wrote is rolled back")
+
+

@@ -1,0 +1,82 @@
+"""How a call ended: what is answered, logged and recorded."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cronlock.jsontext import clip
+
+MESSAGE_LIMIT = 500
+TRACEBACK_LIMIT = 16_000
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run did not complete; the texts are scrubbed of secrets and cut."""
+
+    type: str
+    message: str
+    traceback: str | None = None
+    sqlstate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who held the lock: one of our runs, or a backend that is not ours."""
+
+    run_id: int | None = None
+    started_at: str | None = None
+    elapsed_ms: int | None = None
+    instance: str | None = None
+    pid: int | None = None
+    application_name: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """As the answer of a skipped call shows it."""
+        if self.run_id is None:
+            return {"pid": self.pid, "applicationName": self.application_name}
+        return {
+            "runId": self.run_id,
+            "startedAt": self.started_at,
+            "elapsedMs": self.elapsed_ms,
+            "instance": self.instance,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One call's end.
+
+    `status` is a run status, `result` JSON text, `retry_after` whole seconds.
+    """
+
+    status: str
+    task: str
+    run_id: int
+    duration_ms: int
+    reason: str | None = None
+    result: str | None = None
+    failure: Failure | None = None
+    holder: Holder | None = None
+    retry_after: int | None = None
+    is_retry: bool = False
+
+
+def failure(error: BaseException, scrub: Callable[[str], str]) -> Failure:
+    """What is kept of an exception: never the values of its frames, and never a secret."""
+    try:
+        message = str(error)
+    except BaseException as broken:
+        message = f"(its message cannot be read: {type(broken).__name__})"
+    try:
+        trace: str | None = "".join(traceback.format_exception(error))
+    except BaseException:
+        trace = None
+    state = getattr(error, "sqlstate", None) or getattr(getattr(error, "orig", None), "sqlstate", None)
+    return Failure(
+        type=clip(type(error).__name__, 200),
+        message=clip(scrub(message), MESSAGE_LIMIT),
+        traceback=clip(scrub(trace), TRACEBACK_LIMIT) if trace else None,
+        sqlstate=state,
+    )

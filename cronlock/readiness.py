@@ -1,0 +1,138 @@
+"""Is the database there, is its schema the one this code knows, and do its tasks' locks not collide?
+
+Looked at before the first call and again by the timer; until it is well every call is answered 503 with a
+reason. Two tasks of one app whose different lock names give one key stop the start: PostgreSQL's hashtext
+has 32 bits, and a collision would skip a task that is not running.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+
+import psycopg
+from psycopg import sql
+
+from cronlock import runs
+from cronlock.database import Database, ask, unavailable, within
+from cronlock.errors import RegistrationError, Unavailable
+from cronlock.models import REVISION
+from cronlock.runner import Runner
+from cronlock.tasks import Registry
+
+log = logging.getLogger("cronlock.database")
+
+
+class Readiness:
+    """What one process knows of its database."""
+
+    def __init__(self, database: Database, runner: Runner, registry: Registry) -> None:
+        self._database = database
+        self._runner = runner
+        self._registry = registry
+        self._looking: asyncio.Task[None] | None = None
+        self.is_ready = False
+
+    async def require(self) -> None:
+        """Return when the database is ready for calls; raises `Unavailable` with the reason if it is not."""
+        if self.is_ready:
+            return
+        if self._looking is None or self._looking.done():
+            self._looking = self._runner.spawn(self.look())
+        await asyncio.shield(self._looking)
+
+    async def look(self) -> None:
+        """Look now; raises `Unavailable`, or `RegistrationError` for locks that collide."""
+        self.is_ready = False
+        try:
+            async with asyncio.timeout(self._database.settings.acquire_timeout.total_seconds() + 1):
+                async with self._database.recording() as connection:
+                    await self._look(connection)
+        except psycopg.Error as error:
+            raise unavailable(error) from error
+        except TimeoutError:
+            raise Unavailable("database_unavailable", "the database did not answer in time") from None
+        self.is_ready = True
+
+    async def _look(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]") -> None:
+        limit = self._database.settings.acquire_timeout.total_seconds()
+        await self._check_revision(connection, limit)
+        await self._database.learn(connection)
+        tasks = list(self._registry)
+        if not tasks:
+            return
+        (keyed,) = await within(limit, connection, ask(connection, runs.lock_keys(tasks)))
+        keys = dict(keyed)
+        refuse_collisions(self._registry, keys)
+        rows = [
+            {
+                "name": task.name,
+                "schedule": task.schedule,
+                "timezone": task.timezone if task.schedule else None,
+                "mode": task.mode,
+                "lock_name": task.lock.name,
+                "lock_key": keys[task.name],
+                "options": {
+                    "timeoutSeconds": task.timeout.total_seconds(),
+                    "skipStatus": task.skip_status,
+                },
+            }
+            for task in tasks
+        ]
+        statements = self._runner.statements
+        message = b"; ".join(
+            (
+                b"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL search_path = pg_catalog; SET LOCAL lock_timeout = 2000",
+                statements.rows(runs.FOREIGN_COLLISIONS, rows),
+                statements.fill(runs.PAUSED),
+                statements.rows(runs.REGISTER, rows),
+                b"COMMIT",
+            )
+        )
+        try:
+            colliding, paused = await within(limit, connection, ask(connection, message))
+        except psycopg.Error:
+            await ask(connection, b"ROLLBACK")
+            raise
+        for other, other_lock, name, lock in colliding:
+            log.warning(
+                "the lock %r of task %r and the lock %r of task %r, which another app registered, have one key;"
+                " they exclude each other. Give one of them another lock=...",
+                lock, name, other_lock, other,
+                extra={"event": "lock.collision"},
+            )  # fmt: skip
+        self._runner.paused = {name for (name,) in paused}
+        self._runner.lock_keys = keys
+
+    async def _check_revision(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]", limit: float) -> None:
+        schema = self._database.settings.schema_name
+        table = sql.Identifier(schema, "alembic_version")
+        query = sql.SQL("SELECT version_num FROM {}").format(table).as_bytes(None)
+        try:
+            (rows,) = await within(limit, connection, ask(connection, query))
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+            raise Unavailable(
+                "schema_missing", f"the schema {schema!r} is not installed; run: cronlock migrate", retry_after=30
+            ) from None
+        found = ", ".join(str(row[0]) for row in rows) or "none"
+        if found != REVISION:
+            advice = "run: cronlock migrate" if found < REVISION or found == "none" else "deploy the newer cronlock here"
+            raise Unavailable(
+                "schema_unknown",
+                f"the schema {schema!r} is at revision {found}, this cronlock needs {REVISION}; {advice}",
+                retry_after=30,
+            )
+
+
+def refuse_collisions(registry: Registry, keys: dict[str, int]) -> None:
+    """Raise `RegistrationError` if two tasks name different locks that have the same key."""
+    by_key: defaultdict[int, dict[str, str]] = defaultdict(dict)
+    for task in registry:
+        by_key[keys[task.name]].setdefault(str(task.lock), task.name)
+    for key, locks in by_key.items():
+        if len(locks) > 1:
+            (lock, name), (other_lock, other) = list(locks.items())[:2]
+            raise RegistrationError(
+                f"the tasks {name!r} (lock {lock}) and {other!r} (lock {other_lock}) have the same lock key {key}:"
+                " one would be skipped while the other runs. Give one of them another name with lock=\"...\","
+                " or both the same on purpose."
+            )

@@ -1,0 +1,156 @@
+"""Writing records: whatever waits at one moment is one message and one commit.
+
+A record must survive the rollback of its run, so it is written on connections of its own. A caller puts a
+row and waits for the commit that made it durable. While one message is under way the next rows gather; the
+more callers, the fewer commits each of them costs.
+
+A row carries a nonce, so that sending it again after a broken connection doubles nothing. A group that fails
+for the fault of one row is sent again row by row. The end of a run is sent again until it is written; the
+beginning of one, and a skip, fail with `Unavailable` after a second try, since nothing has happened yet.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+
+from cronlock import runs
+from cronlock.database import Database, Row, ask, unavailable, within
+from cronlock.errors import Unavailable
+
+log = logging.getLogger("cronlock.recording")
+
+HEAD = (
+    b"BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE; SET LOCAL synchronous_commit = on;"
+    b" SET LOCAL statement_timeout = 10000; SET LOCAL lock_timeout = 2000; SET LOCAL search_path = pg_catalog; "
+)
+KINDS = (runs.BEGIN, runs.STOPPING, runs.PROGRESS, runs.END, runs.SKIP)
+PATIENT = (runs.STOPPING, runs.END)
+GROUP = 500
+BACKOFF = (0.1, 5.0)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A row that waits to be written, and the future of what the server said about it."""
+
+    kind: str
+    row: dict[str, Any]
+    written: "asyncio.Future[Row | None]" = field(repr=False)
+    tries: int = 0
+
+
+class Recorder:
+    """The queue of records of one process."""
+
+    def __init__(self, database: Database, statements: runs.Statements) -> None:
+        self._database = database
+        self._statements = statements
+        self._waiting: list[Entry] = []
+        self._writers: set[asyncio.Task[None]] = set()
+        self._writer_limit = database.settings.record_pool_size
+        self._limit = database.settings.record_queue_size
+        self._backoff = BACKOFF[0]
+        self.messages = 0
+
+    def put(self, kind: str, row: dict[str, Any]) -> "asyncio.Future[Row | None]":
+        """Queue one row; the future gives the server's row for it (None where it gave none) once it is durable.
+
+        Raises `Unavailable` when the queue is full; an ending is always taken.
+        """
+        if len(self._waiting) >= self._limit and kind not in PATIENT:
+            raise Unavailable("recording_queue_full", "too many records wait to be written")
+        entry = Entry(kind, row, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        self._wake()
+        return entry.written
+
+    async def drain(self, timeout: float) -> None:
+        """Wait until everything queued is written, `timeout` seconds at most."""
+        until = asyncio.get_running_loop().time() + timeout
+        while self._writers and (left := until - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(self._writers, timeout=left)
+        if self._waiting:
+            log.error("records could not be written before the process ended", extra={"records": len(self._waiting)})
+
+    def _wake(self) -> None:
+        if len(self._writers) < self._writer_limit:
+            writer = asyncio.get_running_loop().create_task(self._write())
+            self._writers.add(writer)
+            writer.add_done_callback(self._writers.discard)
+
+    async def _write(self) -> None:
+        # Everything that became ready in this turn of the loop joins the group.
+        await asyncio.sleep(0)
+        while self._waiting:
+            group, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
+            await self._write_group([entry for entry in group if not entry.written.done()])
+
+    async def _write_group(self, group: list[Entry]) -> None:
+        if not group:
+            return
+        try:
+            await self._send(group)
+        except psycopg.Error as error:
+            state = error.sqlstate or ""
+            if state[:2] in ("22", "23", "54", "40") or state == "55P03":
+                await self._one_by_one(group, error)
+            else:
+                await self._again(group, unavailable(error))
+        except Unavailable as error:
+            await self._again(group, error)
+        else:
+            self._backoff = BACKOFF[0]
+
+    async def _send(self, group: list[Entry]) -> None:
+        kinds = [kind for kind in KINDS if any(entry.kind is kind for entry in group)]
+        parts = [
+            self._statements.rows(kind, [entry.row for entry in group if entry.kind is kind]) for kind in kinds
+        ]
+        message = HEAD + b";".join(parts) + b";COMMIT"
+        async with self._database.recording() as connection:
+            self.messages += 1
+            try:
+                replies = await within(self._seconds, connection, ask(connection, message))
+            except psycopg.Error:
+                if not connection.closed and not connection.broken:
+                    await within(self._seconds, connection, ask(connection, b"ROLLBACK"))
+                raise
+        for kind, rows in zip(kinds, replies, strict=True):
+            answers = {str(row[0]): row for row in rows}
+            for entry in group:
+                if entry.kind is kind and not entry.written.done():
+                    entry.written.set_result(answers.get(entry.row["nonce"]))
+
+    @property
+    def _seconds(self) -> float:
+        return self._database.settings.acquire_timeout.total_seconds()
+
+    async def _one_by_one(self, group: list[Entry], error: psycopg.Error) -> None:
+        if len(group) > 1:
+            for entry in group:
+                await self._write_group([entry])
+            return
+        (entry,) = group
+        log.error("a record was refused", extra={"sqlstate": error.sqlstate, "error": type(error).__name__})
+        if entry.kind is runs.END and entry.tries == 0:
+            bare = {"nonce": entry.row["nonce"], "status": entry.row["status"], "error_type": "Unrecordable"}
+            entry.row, entry.tries = bare, 1
+            await self._write_group(group)
+        elif not entry.written.done():
+            entry.written.set_exception(unavailable(error))
+
+    async def _again(self, group: list[Entry], error: Unavailable) -> None:
+        again = []
+        for entry in group:
+            entry.tries += 1
+            if entry.kind in PATIENT or entry.tries < 2:
+                again.append(entry)
+            elif not entry.written.done():
+                entry.written.set_exception(error)
+        self._waiting = again + self._waiting
+        if any(entry.tries > 1 for entry in again):
+            await asyncio.sleep(self._backoff)
+            self._backoff = min(self._backoff * 2, BACKOFF[1])

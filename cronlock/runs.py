@@ -1,0 +1,229 @@
+"""Every statement on `run` and `task`.
+
+Records are written many at once: each function here takes a list and gives one statement, so that whatever
+waits at one moment costs one message and one commit (see `recording`). A list travels as one JSON text in
+pure ASCII, which no client_encoding can change.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from psycopg import sql
+
+from cronlock.locks import key_expression
+from cronlock.tasks import Task
+
+HERE = "(SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = pg_catalog.current_database())"
+
+NOT_HELD = f"""NOT EXISTS (SELECT FROM pg_catalog.pg_locks l
+       WHERE l.locktype = 'advisory' AND l.granted AND l.pid = r.backend_pid AND l.database = {HERE}
+         AND l.classid::bigint = r.lock_classid AND l.objid::bigint = r.lock_objid
+         AND l.objsubid = r.lock_objsubid)"""
+
+LOST = """status = 'lost', finished_at = clock_timestamp(), error_type = 'LockLost',
+       error_message = 'the process or its connection was gone before it said how the run ended'"""
+
+BEGIN = f"""
+WITH begun AS MATERIALIZED (
+    SELECT * FROM json_to_recordset({{rows}}::json) AS b(nonce uuid, task text, lock_name text, lock_key bigint,
+        backend_pid integer, trigger text, caller text)),
+freed AS (
+    UPDATE {{run}} r SET {LOST}
+      FROM begun b
+     WHERE r.status = 'running' AND r.nonce <> b.nonce AND r.lock_objsubid = 1
+       AND r.lock_classid = (b.lock_key >> 32) & 4294967295 AND r.lock_objid = b.lock_key & 4294967295
+       AND (r.backend_pid = b.backend_pid OR {NOT_HELD})
+ RETURNING r.id, r.task),
+made AS (
+    INSERT INTO {{run}} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
+        backend_pid, lock_name, lock_key, lock_classid, lock_objid)
+    SELECT b.nonce, b.task, CASE WHEN t.paused_at IS NULL THEN 'running' ELSE 'skipped' END,
+           CASE WHEN t.paused_at IS NOT NULL THEN 'paused' END,
+           CASE WHEN t.paused_at IS NOT NULL THEN clock_timestamp() END,
+           b.trigger, b.caller, {{instance}}, {{host}}, {{pid}}, {{release}}, b.backend_pid, b.lock_name, b.lock_key,
+           (b.lock_key >> 32) & 4294967295, b.lock_key & 4294967295
+      FROM begun b LEFT JOIN {{task}} t ON t.name = b.task
+        ON CONFLICT (nonce) DO NOTHING
+ RETURNING nonce, id, status, started_at),
+known AS (
+    SELECT r.nonce, r.id, r.status, r.started_at FROM {{run}} r JOIN begun b USING (nonce))
+SELECT nonce, id, status, started_at, (SELECT json_agg(json_build_array(f.id, f.task)) FROM freed f)::text
+  FROM (SELECT * FROM made UNION SELECT * FROM known) told
+"""
+
+SKIP = """
+WITH asked AS MATERIALIZED (
+    SELECT * FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint,
+        trigger text, caller text, blocked_by bigint, is_checked boolean)),
+keys AS MATERIALIZED (
+    SELECT DISTINCT a.lock_key FROM asked a WHERE a.is_checked),
+held AS MATERIALIZED (
+    SELECT DISTINCT ON (k.lock_key) k.lock_key, l.pid, r.id AS run_id, r.started_at, r.instance, s.application_name
+      FROM keys k
+      JOIN pg_catalog.pg_locks l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
+       AND l.classid::bigint = (k.lock_key >> 32) & 4294967295 AND l.objid::bigint = k.lock_key & 4294967295
+       AND l.database = """ + HERE + """
+      LEFT JOIN {run} r ON r.status = 'running' AND r.backend_pid = l.pid AND r.lock_objsubid = 1
+       AND r.lock_classid = l.classid::bigint AND r.lock_objid = l.objid::bigint
+      LEFT JOIN LATERAL (SELECT g.application_name FROM pg_catalog.pg_stat_get_activity(l.pid) g) s ON true
+     WHERE r.id IS NOT NULL OR coalesce(s.application_name, '') NOT LIKE 'cronlock:%'
+     ORDER BY k.lock_key, r.id DESC NULLS LAST),
+told AS MATERIALIZED (
+    SELECT a.*, CASE WHEN t.paused_at IS NULL THEN 'already_running' ELSE 'paused' END AS reason,
+           h.pid, h.run_id, h.started_at, h.instance, h.application_name
+      FROM asked a LEFT JOIN {task} t ON t.name = a.task LEFT JOIN held h ON a.is_checked AND h.lock_key = a.lock_key
+     WHERE NOT a.is_checked OR t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL),
+made AS (
+    INSERT INTO {run} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
+        lock_name, lock_key, lock_classid, lock_objid, blocked_by, holder_pid, holder_application)
+    SELECT w.nonce, w.task, 'skipped', w.reason, clock_timestamp(), w.trigger, w.caller, {instance}, {host}, {pid},
+           {release}, w.lock_name, w.lock_key, (w.lock_key >> 32) & 4294967295, w.lock_key & 4294967295,
+           CASE WHEN w.reason = 'already_running' THEN coalesce(w.blocked_by, w.run_id) END,
+           CASE WHEN w.reason = 'already_running' AND w.run_id IS NULL THEN w.pid END,
+           CASE WHEN w.reason = 'already_running' AND w.run_id IS NULL THEN w.application_name END
+      FROM told w
+        ON CONFLICT (nonce) DO NOTHING
+ RETURNING nonce, id, reason),
+known AS (
+    SELECT r.nonce, r.id, r.reason FROM {run} r JOIN asked a USING (nonce))
+SELECT m.nonce, m.id, m.reason, w.run_id, w.started_at, w.instance::text,
+       (extract(epoch FROM clock_timestamp() - w.started_at) * 1000)::bigint, w.pid, w.application_name
+  FROM (SELECT * FROM made UNION SELECT * FROM known) m LEFT JOIN told w USING (nonce)
+"""
+
+END = """
+UPDATE {run} r
+   SET status = e.status, finished_at = clock_timestamp(), result = e.result,
+       error_type = e.error_type, error_message = e.error_message, error_traceback = e.error_traceback,
+       error_sqlstate = e.error_sqlstate
+  FROM json_to_recordset({rows}::json) AS e(nonce uuid, status text, result text, error_type text,
+       error_message text, error_traceback text, error_sqlstate text)
+ WHERE r.nonce = e.nonce AND r.status IN ('running', 'lost')
+ RETURNING r.nonce
+"""
+
+STOPPING = """
+UPDATE {run} r SET stopping_at = coalesce(r.stopping_at, clock_timestamp())
+  FROM json_to_recordset({rows}::json) AS e(nonce uuid)
+ WHERE r.nonce = e.nonce AND r.status = 'running'
+ RETURNING r.nonce
+"""
+
+PROGRESS = """
+UPDATE {run} r SET progress_done = e.done, progress_total = e.total
+  FROM json_to_recordset({rows}::json) AS e(nonce uuid, done bigint, total bigint)
+ WHERE r.nonce = e.nonce AND r.status = 'running'
+ RETURNING r.nonce
+"""
+
+RECOVER = f"""
+UPDATE {{run}} r SET {LOST}
+ WHERE r.status = 'running' AND {NOT_HELD}
+ RETURNING r.id, r.task, r.host, r.pid, r.started_at, r.finished_at
+"""
+
+# The closing message was sent and its answer never came: decided only once the backend has let go.
+SETTLE = f"""
+UPDATE {{run}} r SET {LOST}
+ WHERE r.id = {{id}} AND r.status = 'running' AND {NOT_HELD}
+"""
+
+PRUNE = """
+DELETE FROM {run} WHERE id IN (
+    SELECT r.id FROM {run} r
+     WHERE r.status <> 'running'
+       AND r.finished_at < clock_timestamp() - make_interval(secs => CASE r.status
+               WHEN 'skipped' THEN {skipped} WHEN 'completed' THEN {completed} ELSE {failed} END)
+       AND r.id < (SELECT max(n.id) FROM {run} n WHERE n.task = r.task AND n.status <> 'skipped')
+     ORDER BY r.id LIMIT {limit} FOR UPDATE SKIP LOCKED)
+ RETURNING 1
+"""
+
+
+REGISTER = """
+INSERT INTO {task} AS t (name, schedule, timezone, mode, lock_name, lock_key, options)
+SELECT name, schedule, timezone, mode, lock_name, lock_key, options
+  FROM json_to_recordset({rows}::json) AS n(name text, schedule text, timezone text, mode text, lock_name text,
+       lock_key bigint, options jsonb)
+ ORDER BY name
+    ON CONFLICT (name) DO UPDATE SET schedule = excluded.schedule, timezone = excluded.timezone,
+       mode = excluded.mode, lock_name = excluded.lock_name, lock_key = excluded.lock_key, options = excluded.options,
+       last_seen_at = clock_timestamp()
+"""
+
+FOREIGN_COLLISIONS = """
+SELECT t.name, t.lock_name, n.name, n.lock_name
+  FROM {task} t
+  JOIN json_to_recordset({rows}::json) AS n(name text, lock_name text, lock_key bigint) USING (lock_key)
+ WHERE t.lock_name IS NOT NULL AND n.lock_name IS NOT NULL AND t.lock_name <> n.lock_name
+"""
+
+CANCEL_ASKED = """
+SELECT id, coalesce(cancel_requested_by, '') FROM {run}
+ WHERE id = ANY ({ids}::bigint[]) AND cancel_requested_at IS NOT NULL AND status = 'running'
+"""
+
+PAUSED = "SELECT name FROM {task} WHERE paused_at IS NOT NULL"
+
+USUAL = """
+SELECT t.name, (SELECT extract(epoch FROM percentile_disc(0.5) WITHIN GROUP (ORDER BY w.finished_at - w.started_at))
+                  FROM (SELECT r.started_at, r.finished_at FROM {run} r
+                         WHERE r.task = t.name AND r.status = 'completed' ORDER BY r.id DESC LIMIT 20) w)::float8
+  FROM {task} t WHERE t.name = ANY ({names}::text[])
+"""
+
+
+LISTS = (BEGIN, SKIP, END, STOPPING, PROGRESS, REGISTER, FOREIGN_COLLISIONS)
+"""The statements that take a list of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """This process, as its runs name it: a UUID, never the host's name alone."""
+
+    id: UUID
+    host: str
+    pid: int
+    release: str | None
+
+
+class Statements:
+    """The statements of this module for one schema and one process, as messages."""
+
+    def __init__(self, schema: str, instance: Instance) -> None:
+        self._names: dict[str, Any] = {
+            "run": sql.Identifier(schema, "run"),
+            "task": sql.Identifier(schema, "task"),
+            "instance": sql.SQL("{}::uuid").format(str(instance.id)),
+            "host": sql.SQL("{}::text").format(instance.host),
+            "pid": sql.SQL("{}::integer").format(instance.pid),
+            "release": sql.SQL("{}::text").format(instance.release),
+        }
+        # Records are sent by the thousand, so all but their rows is put together once.
+        self._halves = {text: self._split(text) for text in LISTS}
+
+    def _split(self, text: str) -> tuple[bytes, bytes]:
+        made = sql.SQL(text).format(rows=sql.SQL("\0"), **self._names).as_bytes(None)
+        before, after = made.split(b"\0")
+        return before, after
+
+    def rows(self, text: str, rows: Sequence[dict[str, Any]]) -> bytes:
+        """One of the statements that take a list, with its list."""
+        before, after = self._halves[text]
+        literal = json.dumps(rows, separators=(",", ":")).replace("'", "''")
+        if "\\" in literal:
+            return b"".join((before, b" E'", literal.replace("\\", "\\\\").encode("ascii"), b"'", after))
+        return b"".join((before, b"'", literal.encode("ascii"), b"'", after))
+
+    def fill(self, text: str, **values: Any) -> bytes:
+        """A statement with its values."""
+        return sql.SQL(text).format(**self._names, **values).as_bytes(None)
+
+
+def lock_keys(tasks: Sequence[Task]) -> bytes:
+    """A message that gives (task, lock key), the names hashed by the server."""
+    rows = [sql.SQL("({}::text, {})").format(task.name, key_expression(task.lock)) for task in tasks]
+    return sql.SQL("SELECT * FROM (VALUES {}) AS keyed(task, lock_key)").format(sql.SQL(", ").join(rows)).as_bytes(None)

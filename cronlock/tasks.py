@@ -1,0 +1,215 @@
+"""A task: a named function with its options, and the registry of them."""
+
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from cronlock.config import Settings, parse_duration
+from cronlock.errors import ConfigError, PayloadInvalid, RegistrationError, UnknownTask
+from cronlock.schedule import Schedule
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.ASCII)
+INT64 = range(-(2**63), 2**63)
+SkipStatus = Literal[200, 409, 503]
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """What a task locks: a name that PostgreSQL hashes, or a number that is used as it is."""
+
+    name: str | None
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return repr(self.name) if self.number is None else str(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A registered function and how it is to be run."""
+
+    name: str
+    function: Callable[..., Any]
+    lock: Lock
+    timeout: timedelta
+    acquire_timeout: timedelta
+    skip_status: SkipStatus
+    schedule: str | None
+    timezone: str
+    is_async: bool
+    payload_type: TypeAdapter[Any] | None = None
+    takes_payload: bool = False
+    mode: str = "transaction"
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def validate(self, payload: dict[str, Any]) -> Any:
+        """The payload as the task's annotated type, or as it is where there is none.
+
+        Raises `PayloadInvalid` with the fields that are wrong.
+        """
+        if self.payload_type is None:
+            return payload
+        try:
+            return self.payload_type.validate_python(payload)
+        except ValidationError as error:
+            raise PayloadInvalid(
+                [
+                    {
+                        "field": ".".join(str(part) for part in problem["loc"]) or "payload",
+                        "message": problem["msg"],
+                        "type": problem["type"],
+                    }
+                    for problem in error.errors(include_url=False, include_context=False, include_input=False)
+                ]
+            ) from None
+
+    def call(self, run: Any) -> Any:
+        """Call the function for `run`; an async function gives back its coroutine."""
+        return self.function(run, run.payload) if self.takes_payload else self.function(run)
+
+
+class Registry:
+    """The tasks of one `Cronlock`, by name."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, Task] = {}
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks.values())
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def find(self, name: str) -> Task | None:
+        """The task of exactly this name, or None."""
+        return self._tasks.get(name)
+
+    def get(self, name: str) -> Task:
+        """The task of exactly this name; raises `UnknownTask` naming those there are."""
+        if task := self._tasks.get(name):
+            return task
+        known = ", ".join(sorted(self._tasks)) or "none is registered"
+        raise UnknownTask(f"there is no task {name!r}; known: {known}")
+
+    def add(self, task: Task) -> None:
+        """Register a task; raises `RegistrationError` if its name is taken."""
+        if other := self._tasks.get(task.name):
+            raise RegistrationError(
+                f"the task {task.name!r} is registered twice: {where(other.function)} and {where(task.function)}"
+            )
+        self._tasks[task.name] = task
+
+
+def where(function: Callable[..., Any]) -> str:
+    """module:line of a function, for messages."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
+
+
+def declare(
+    function: Callable[..., Any],
+    name: str,
+    settings: Settings,
+    *,
+    lock: str | int | None,
+    timeout: str | float | timedelta | None,
+    acquire_timeout: str | float | timedelta | None,
+    skip_status: int | None,
+    schedule: str | None,
+    timezone: str,
+) -> Task:
+    """Check what the decorator was given and make the `Task`; raises `RegistrationError`."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise RegistrationError(
+            f"the task name {name!r} is not allowed: 1 to 40 of a-z 0-9 . _ - beginning with a letter or digit,"
+            " such as 'sync-inventory'"
+        )
+    if name == "health" or name.startswith("cronlock."):
+        raise RegistrationError(f"the task name {name!r} is reserved")
+    if skip_status not in (None, 200, 409, 503):
+        raise RegistrationError(f"task {name!r}: skip_status must be 200, 409 or 503, not {skip_status!r}")
+    try:
+        if schedule is not None:
+            Schedule.parse(schedule, timezone)
+        task_timeout = settings.timeout if timeout is None else parse_duration(timeout)
+        task_acquire = settings.acquire_timeout if acquire_timeout is None else parse_duration(acquire_timeout)
+    except (ConfigError, ValueError) as error:
+        raise RegistrationError(f"task {name!r}: {error}") from None
+    takes_payload, payload_type = payload_parameter(function, name)
+    return Task(
+        name=name,
+        function=function,
+        lock=task_lock(name, lock, settings.namespace),
+        timeout=task_timeout,
+        acquire_timeout=task_acquire,
+        skip_status=skip_status or settings.skip_status,  # type: ignore[arg-type]  # checked above
+        schedule=schedule,
+        timezone=timezone,
+        is_async=is_coroutine_function(function),
+        payload_type=payload_type,
+        takes_payload=takes_payload,
+    )
+
+
+def task_lock(task: str, lock: str | int | None, namespace: str) -> Lock:
+    """The lock of a task: an int as it is, a name (the task's by default) with the namespace before it."""
+    if isinstance(lock, int) and not isinstance(lock, bool):
+        if lock not in INT64:
+            raise RegistrationError(f"task {task!r}: lock={lock} does not fit PostgreSQL's bigint")
+        return Lock(None, lock)
+    name = task if lock is None else lock
+    if not isinstance(name, str) or not name or "\0" in name or len(name) > 200:
+        raise RegistrationError(
+            f"task {task!r}: lock must be a name of 1 to 200 characters or an int, not {lock!r}"
+        )
+    return Lock(f"{namespace}:{name}" if namespace else name)
+
+
+def is_coroutine_function(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine; sees through functools.partial and callable objects."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - the bound method's kind is what is asked
+    )
+
+
+def payload_parameter(function: Callable[..., Any], task: str) -> tuple[bool, TypeAdapter[Any] | None]:
+    """Whether the function takes a payload as its second argument, and the type it is validated to."""
+    parameters = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        or (parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty)
+    ]
+    required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    if not parameters or len(required) > 2 or any(p.kind is p.KEYWORD_ONLY for p in required):
+        raise RegistrationError(
+            f"task {task!r}: {where(function)} must take (run) or (run, payload), in that order"
+        )
+    if len(parameters) < 2:
+        return False, None
+    try:
+        hints = typing.get_type_hints(inspect.unwrap(function), include_extras=True)
+    except Exception as error:
+        raise RegistrationError(f"task {task!r}: the annotations cannot be read: {error}") from error
+    annotation = hints.get(parameters[1].name, dict[str, Any])
+    if annotation is Any:
+        return True, None
+    try:
+        return True, TypeAdapter(annotation)
+    except PydanticSchemaGenerationError as error:
+        raise RegistrationError(
+            f"task {task!r}: pydantic cannot validate a payload as {annotation!r}: {error.message}"
+        ) from None
+
+
+

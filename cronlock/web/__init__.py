@@ -1,0 +1,46 @@
+"""The HTTP side: `/cron/{task}`, and two probes that are open and say nothing."""
+
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cronlock.errors import CronlockError
+from cronlock.web.cron import CronEndpoint
+
+if TYPE_CHECKING:
+    from cronlock.app import Cronlock
+
+NO_STORE = {"cache-control": "no-store"}
+
+
+def application(cron: "Cronlock") -> Starlette:
+    """The ASGI application of a `Cronlock`; never redirects, answers everything in JSON."""
+
+    async def healthz(_: Request) -> Response:
+        return JSONResponse({"status": "ok"}, headers=NO_STORE)
+
+    async def readyz(_: Request) -> Response:
+        try:
+            process = await cron.open()
+            await process.readiness.require()
+        except CronlockError:
+            return JSONResponse({"status": "unavailable"}, 503, headers={**NO_STORE, "retry-after": "5"})
+        return JSONResponse({"status": "ready"}, headers=NO_STORE)
+
+    async def not_found(_: Request, __: Exception) -> Response:
+        return JSONResponse({"status": "not_found"}, 404, headers=NO_STORE)
+
+    app = Starlette(
+        routes=[
+            Route("/cron/{task:path}", CronEndpoint(cron)),
+            Route("/healthz", healthz),
+            Route("/readyz", readyz),
+        ],
+        lifespan=cron.lifespan,
+        exception_handlers={404: not_found},
+    )
+    app.router.redirect_slashes = False
+    return app

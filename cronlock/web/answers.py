@@ -1,0 +1,89 @@
+"""What is answered: status, headers and a JSON body below 4 KB for everything that can happen."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Send
+
+from cronlock.errors import Unavailable
+from cronlock.outcome import Outcome
+
+RESULT_LIMIT = 3000
+FIELDS_LIMIT = 10
+STATUS = {"completed": 200, "failed": 500, "timed_out": 504, "cancelled": 500, "lost": 500}
+dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP answer; `headers` are those beyond the ones every answer has."""
+
+    code: int
+    status: str
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    async def send(self, send: Send, *, is_head: bool = False) -> None:
+        """Send it; an answer to HEAD has no body."""
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(self.body)).encode()),
+            (b"cache-control", b"no-store"),
+            (b"cronlock-status", self.status.encode()),
+            *self.headers,
+        ]
+        await send({"type": "http.response.start", "status": self.code, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if is_head else self.body})
+
+
+def plain(code: int, status: str, headers: Iterable[tuple[bytes, bytes]] = (), **facts: Any) -> Answer:
+    """An answer about a call that became no run."""
+    return Answer(code, status, dump({"status": status, **facts}).encode(), tuple(headers))
+
+
+def unavailable(error: Unavailable) -> Answer:
+    """Nothing was run; come again."""
+    return plain(
+        503,
+        "unavailable",
+        [(b"retry-after", str(error.retry_after).encode())],
+        reason=error.reason,
+        message=str(error),
+    )
+
+
+def of(outcome: Outcome, skip_status: int) -> Answer:
+    """The answer of a call that became a run, or was skipped."""
+    headers = [(b"cronlock-run-id", str(outcome.run_id).encode())]
+    body: dict[str, Any] = {
+        "status": outcome.status,
+        "task": outcome.task,
+        "runId": outcome.run_id,
+        "durationMs": outcome.duration_ms,
+    }
+    if outcome.status == "skipped":
+        code = skip_status
+        body = {"status": "skipped", "reason": outcome.reason, **body}
+        if outcome.holder is not None:
+            body["holder"] = outcome.holder.as_json()
+    else:
+        code = 503 if outcome.is_retry else STATUS[outcome.status]
+    if code in (409, 503) and outcome.retry_after is not None:
+        headers.append((b"retry-after", str(outcome.retry_after).encode()))
+    if outcome.failure is not None:
+        body["error"] = {"type": outcome.failure.type, "message": outcome.failure.message}
+    text = dump(body)
+    if outcome.status == "completed":
+        text = f'{text[:-1]},"result":{shown(outcome.result)}}}'
+    return Answer(code, outcome.status, text.encode(), tuple(headers))
+
+
+def shown(result: str | None) -> str:
+    """A result as the answer shows it: whole if it is short, else a mark that says how long it is."""
+    if result is None:
+        return "null"
+    if len(result) <= RESULT_LIMIT:
+        return result
+    return dump({"cronlock": "truncated", "size": len(result), "head": result[:500]})

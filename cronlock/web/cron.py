@@ -1,0 +1,125 @@
+"""`/cron/{task}`: authenticate, look the task up, read the payload, run it.
+
+The order is part of the contract: nothing about a task, a method or a body is looked at, and no connection
+is taken, before the secret is right.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+from starlette.types import Receive, Scope, Send
+
+from cronlock import jsontext
+from cronlock.errors import CronlockError, PayloadError, PayloadInvalid, Unavailable
+from cronlock.outcome import Outcome
+from cronlock.web import answers
+from cronlock.web.answers import Answer, plain
+from cronlock.web.auth import CHALLENGE, Bearer, report
+
+if TYPE_CHECKING:
+    from cronlock.app import Cronlock
+
+log = logging.getLogger("cronlock.web")
+
+METHODS = ("GET", "POST")
+OWN_PARAMETERS = ("on_skip", "max", "seconds")
+SKIP_STATUSES = {"200": 200, "409": 409, "503": 503}
+CALLERS = (
+    (b"x-vercel-cron-schedule", "vercel"),
+    (b"upstash-message-id", "qstash"),
+    (b"x-cloudscheduler-jobname", "cloud-scheduler"),
+)
+
+
+class TooLarge(Exception):
+    """The body is longer than `max_body`."""
+
+
+class CronEndpoint:
+    """The ASGI application behind `/cron/{task}`."""
+
+    def __init__(self, cron: "Cronlock") -> None:
+        self._cron = cron
+        self._bearer = Bearer(cron.settings.require_secrets())
+        self._max_body = cron.settings.max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["method"] == "HEAD"
+        try:
+            answer = await self.answer(scope, receive)
+        except Unavailable as error:
+            answer = answers.unavailable(error)
+        except CronlockError as error:
+            log.error("%s", error)
+            answer = plain(503, "unavailable", [(b"retry-after", b"30")], reason="misconfigured")
+        await answer.send(send, is_head=is_head)
+
+    async def answer(self, scope: Scope, receive: Receive) -> Answer:
+        """The answer to one request; raises `Unavailable`."""
+        headers = scope["headers"]
+        refusal = self._bearer.refusal([value for name, value in headers if name == b"authorization"])
+        if refusal is not None:
+            client = scope.get("client")
+            report(refusal, client[0] if client else None)
+            return plain(401, "unauthorized", [(b"www-authenticate", CHALLENGE[refusal])])
+        task = self._cron.tasks.find(scope["path_params"]["task"].removesuffix("/"))
+        if task is None:
+            return plain(404, "not_found")
+        if scope["method"] not in METHODS:
+            return plain(405, "method_not_allowed", [(b"allow", b"GET, POST")])
+        fields = dict(headers)
+        skip_status = task.skip_status
+        try:
+            query = jsontext.parse_query(scope["query_string"]) if scope["query_string"] else {}
+            if asked := query.get("on_skip"):
+                if asked not in SKIP_STATUSES:
+                    return plain(400, "bad_request", reason="on_skip must be 200, 409 or 503")
+                skip_status = SKIP_STATUSES[asked]  # type: ignore[assignment]
+            body = await self._body(fields, receive)
+            given = {name: value for name, value in query.items() if name not in OWN_PARAMETERS}
+            payload = task.validate(jsontext.merge(given, body))
+        except PayloadError as error:
+            return plain(400, "bad_request", reason=str(error))
+        except TooLarge:
+            return plain(413, "too_large", reason=f"the body is longer than {self._max_body} bytes")
+        except PayloadInvalid as error:
+            return plain(422, "unprocessable", fields=error.fields[: answers.FIELDS_LIMIT])
+        outcome: Outcome = await self._cron.start_call(
+            task, payload, trigger="http", caller=recognise(fields)
+        )
+        return answers.of(outcome, skip_status)
+
+    async def _body(self, fields: dict[bytes, bytes], receive: Receive) -> dict[str, object]:
+        """The JSON object in the body, or {} for any other content type, whose body is left alone."""
+        length = fields.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body:
+            raise TooLarge
+        if not is_json(fields.get(b"content-type", b"")):
+            return {}
+        chunks, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise PayloadError("the body broke off")
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > self._max_body:
+                raise TooLarge
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return jsontext.parse_object(b"".join(chunks))
+
+
+def is_json(content_type: bytes) -> bool:
+    """application/json and its relatives, such as application/cloudevents+json."""
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or kind.endswith(b"+json")
+
+
+def recognise(fields: dict[bytes, bytes]) -> str | None:
+    """Who seems to call, for information only: every one of these headers can be sent by anybody."""
+    for name, caller in CALLERS:
+        if name in fields:
+            return caller
+    agent = fields.get(b"user-agent", b"").split(b" ", 1)[0][:60]
+    return agent.decode("ascii", "replace").replace("\0", "") or None

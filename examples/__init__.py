@@ -1,0 +1,1 @@
+"""Runnable examples; `cronlock dev` without an argument serves `inventory`."""
