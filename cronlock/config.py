@@ -1,8 +1,8 @@
 """Every setting: its name, its environment name, its default. The only reader of the environment.
 
-`Settings.load()` reads them all and reports all that is wrong at once. What only some commands need is asked for
-by them: `Settings.database_url` raises when there is none, `Settings.require_secrets()` when the secrets will not do.
-No message, description or representation here shows a secret or a password.
+`Settings.load()` reads them all and reports all that is wrong at once. What only some commands need is asked
+for by them: `Settings.database_url` raises when there is none, `Settings.require_secrets()` when the secrets
+will not do. No message, description or representation here shows a secret or a password.
 """
 
 import logging
@@ -44,9 +44,11 @@ SIZES = {"": 1, "b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "kib": 1024, "
 
 
 def parse_duration(value: object, *, longest: timedelta = LONGEST_TIMEOUT) -> timedelta:
-    """A span of time from "120s", "2m", "1h", "7d", "500ms", a number of seconds (or one as text) or a timedelta.
+    """A span of time from "120s", "2m", "1h", "7d", "500ms", a number of seconds (or one as text) or a
+    timedelta.
 
-    Raises ValueError, with an example, for anything else, for less than a millisecond and for more than `longest`.
+    Raises ValueError, with an example, for anything else, for less than a millisecond and for more than
+    `longest`.
     """
     if isinstance(value, timedelta):
         span = value
@@ -231,16 +233,25 @@ class Settings(BaseSettings):
         repr=False,
     )
     secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)] = setting(
-        (), "CRON_SECRET", example="$(cronlock secret)", about="what callers send as a Bearer token; commas between"
+        (),
+        "CRON_SECRET",
+        example="$(cronlock secret)",
+        about="what callers send as a Bearer token; commas between",
     )
     admin_secret: Annotated[SecretStr | None, BeforeValidator(_secret)] = setting(
-        None, "CRONLOCK_ADMIN_SECRET", example="$(cronlock secret)", about="for the dashboard, metrics and commands"
+        None,
+        "CRONLOCK_ADMIN_SECRET",
+        example="$(cronlock secret)",
+        about="for the dashboard, metrics and commands",
     )
     schema_name: Annotated[str, BeforeValidator(_schema)] = setting(
         "cronlock", "CRONLOCK_SCHEMA", example="cronlock", about="the schema that everything is in"
     )
     namespace: Annotated[str, BeforeValidator(_namespace)] = setting(
-        "", "CRONLOCK_NAMESPACE", example="shop", about="put before lock names, for two installations in one database"
+        "",
+        "CRONLOCK_NAMESPACE",
+        example="shop",
+        about="put before lock names, for two installations in one database",
     )
     pooler: Literal["none", "transaction"] = setting(
         "none", "CRONLOCK_POOLER", example="transaction", about="what is between here and the database"
@@ -252,32 +263,57 @@ class Settings(BaseSettings):
         timedelta(seconds=120), "CRONLOCK_TIMEOUT", example="120s", about="how long a run may take"
     )
     acquire_timeout: Duration = setting(
-        timedelta(seconds=5), "CRONLOCK_ACQUIRE_TIMEOUT", example="5s", about="how long to wait for a connection"
+        timedelta(seconds=5),
+        "CRONLOCK_ACQUIRE_TIMEOUT",
+        example="5s",
+        about="how long to wait for a connection",
     )
     drain_timeout: Duration = setting(
-        timedelta(seconds=25), "CRONLOCK_DRAIN_TIMEOUT", example="25s", about="how long a stop waits for what runs"
+        timedelta(seconds=25),
+        "CRONLOCK_DRAIN_TIMEOUT",
+        example="25s",
+        about="how long a stop waits for what runs",
     )
     recover_interval: Duration = setting(
-        timedelta(seconds=15), "CRONLOCK_RECOVER_INTERVAL", example="15s", about="how often lost runs are looked for"
+        timedelta(seconds=15),
+        "CRONLOCK_RECOVER_INTERVAL",
+        example="15s",
+        about="how often lost runs are looked for",
     )
     max_body: Size = setting(1024**2, "CRONLOCK_MAX_BODY", example="1MiB", about="the largest request body")
     pool_size: Count = setting(
         10, "CRONLOCK_POOL_SIZE", example="10", about="connections for runs, per process", ge=1, le=1000
     )
     record_pool_size: Count = setting(
-        2, "CRONLOCK_RECORD_POOL_SIZE", example="2", about="connections for recording, per process", ge=1, le=100
+        2,
+        "CRONLOCK_RECORD_POOL_SIZE",
+        example="2",
+        about="connections for recording, per process",
+        ge=1,
+        le=100,
     )
     record_queue_size: Count = setting(
-        10_000, "CRONLOCK_RECORD_QUEUE_SIZE", example="10000", about="records that may wait", ge=1, le=1_000_000
+        10_000,
+        "CRONLOCK_RECORD_QUEUE_SIZE",
+        example="10000",
+        about="records that may wait",
+        ge=1,
+        le=1_000_000,
     )
     release: Annotated[str | None, Field(max_length=200)] = setting(
-        None, "CRONLOCK_RELEASE", example="2026-11-30.1", about="the version of your code, written beside every run"
+        None,
+        "CRONLOCK_RELEASE",
+        example="2026-11-30.1",
+        about="the version of your code, written beside every run",
     )
     retention_skipped: Retention = setting(
         timedelta(days=7), "CRONLOCK_RETENTION_SKIPPED", example="7d", about="how long skipped runs are kept"
     )
     retention_completed: Retention = setting(
-        timedelta(days=28), "CRONLOCK_RETENTION_COMPLETED", example="28d", about="how long completed runs are kept"
+        timedelta(days=28),
+        "CRONLOCK_RETENTION_COMPLETED",
+        example="28d",
+        about="how long completed runs are kept",
     )
     retention_failed: Retention = setting(
         timedelta(days=90), "CRONLOCK_RETENTION_FAILED", example="90d", about="how long failed runs are kept"
@@ -288,7 +324,12 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Keyword arguments first, then the environment; no files."""
         return init_settings, Environment(settings_cls)
@@ -305,8 +346,8 @@ class Settings(BaseSettings):
     def load(cls, **overrides: Any) -> Self:
         """The settings from keyword arguments and, where there is none, from the environment.
 
-        Raises `ConfigError` that names every setting that is wrong, by both its names, with an example each. Warns of
-        environment names of our prefix that are no setting.
+        Raises `ConfigError` that names every setting that is wrong, by both its names, with an example each.
+        Warns of environment names of our prefix that are no setting.
         """
         _warn_of_unknown_names()
         problems: list[str] = []
@@ -330,12 +371,12 @@ class Settings(BaseSettings):
         """host:port/dbname, for messages; "no database" if none is set."""
         return conninfo.label(self.database) if self.database is not None else "no database"
 
-    def require_secrets(self) -> tuple[SecretStr, ...]:
+    def require_secrets(self) -> tuple[str, ...]:
         """The secrets that callers may send; raises `ConfigError` if there is none, or if one will not do.
 
-        One will not do that is shorter than 16 characters, has white space inside, is anything but visible ASCII (a
-        header cannot carry it), or is what a missing variable is printed as. The admin secret, if set, is held to the
-        same, and must be another one.
+        One will not do that is shorter than 16 characters, has white space inside, is anything but visible
+        ASCII (a header cannot carry it), or is what a missing variable is printed as. The admin secret, if
+        set, is held to the same, and must be another one.
         """
         problems = [
             _problem("secrets", "value_error", f"{_entry(index, self.secrets)}{reason}")
@@ -351,13 +392,11 @@ class Settings(BaseSettings):
                 problems.append(_problem("admin_secret", "value_error", "is the same as a CRON_SECRET; make another"))
         if problems:
             raise ConfigError(_report(problems))
-        return self.secrets
+        return tuple(secret.get_secret_value() for secret in self.secrets)
 
     def describe(self) -> dict[str, str]:
         """Every setting by its name, as text that may be printed: secrets and passwords are masked."""
-        return {
-            key(name, field): _described(getattr(self, name)) for name, field in type(self).model_fields.items()
-        }
+        return {key(name, field): _described(getattr(self, name)) for name, field in type(self).model_fields.items()}
 
     def scrub(self, text: str) -> str:
         """`text` without the configured secrets, or anything that looks like one; see `cronlock.scrub`."""
@@ -365,7 +404,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def _scrubber(self) -> Scrubber:
-        secrets = [secret.get_secret_value() for secret in (*self.secrets, self.admin_secret) if secret is not None]
+        secrets = [secret.get_secret_value() for secret in (*self.secrets, self.admin_secret) if secret]
         urls = [url for url in (self.database, self.direct_url) if url is not None]
         passwords = [password for url in urls for password in conninfo.passwords(url)]
         return Scrubber(value for value in secrets + passwords if value.lower() not in NOT_SECRETS)

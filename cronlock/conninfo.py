@@ -1,8 +1,9 @@
 """Database URLs as people have them, made into what libpq understands.
 
-Taken: `postgres://`, `postgresql://`, SQLAlchemy's `postgresql+driver://`, the parameters that Prisma, asyncpg and
-node-postgres add, and libpq's keyword strings (`host=.. dbname=..`). Which parameters libpq knows is asked of libpq.
-No message says any part of a value: libpq's own messages quote the string, with the password in it.
+Taken: `postgres://`, `postgresql://`, SQLAlchemy's `postgresql+driver://`, the parameters that Prisma,
+asyncpg and node-postgres add, and libpq's keyword strings (`host=.. dbname=..`). Which parameters libpq knows
+is asked of libpq. No message says any part of a value: libpq's own messages quote the string, with the
+password in it.
 """
 
 import re
@@ -13,11 +14,13 @@ from psycopg import Error, pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 EXAMPLE = "postgresql://user:password@localhost:5432/app"
-ENCODE = "write the special characters of a user name or password percent-encoded, such as %40 for @ and %2F for /"
+ENCODE = (
+    "write the special characters of a user name or password percent-encoded, such as %40 for @ and %2F for /"
+)
 MASK = "***"
 
 OPTIONS = {option.keyword.decode(): option for option in pq.Conninfo.get_defaults()}
-SECRET = {name for name, option in OPTIONS.items() if option.dispchar == b"*"} | {"scram_client_key", "scram_server_key"}
+SECRET = {
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:_-]*)://")
 DRIVER = re.compile(r"postgres(?:ql)?(?:\+[a-z0-9_]+)?")
@@ -26,7 +29,7 @@ SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full"
 SSL_WORDS = {
     "true": "require",
     "1": "require",
-    "no-verify": "require",  # node-postgres: encrypted, the certificate not looked at; libpq's `require` is that
+    "no-verify": "require",  # node-postgres: encrypted, the certificate not looked at
     "false": "disable",
     "0": "disable",
 }
@@ -34,7 +37,7 @@ SSL_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Conninfo:
-    """A connection string for libpq, the names of the parameters left out, and whether a pooler was said to be there."""
+    """A connection string for libpq, the parameters left out of it, and whether it said that a pooler is there."""
 
     text: str
     dropped: tuple[str, ...] = ()
@@ -44,8 +47,8 @@ class Conninfo:
 def normalise(text: str) -> Conninfo:
     """Make `text` a connection string that libpq takes.
 
-    Raises ValueError, without any part of the value in it, for another scheme, for what libpq cannot read, and for a
-    URL that libpq would read otherwise than it was meant (a raw `@` or `/` in a password).
+    Raises ValueError, without any part of the value in it, for another scheme, for what libpq cannot read,
+    and for a URL that libpq would read otherwise than it was meant (a raw `@` or `/` in a password).
     """
     text = text.strip()
     if not text.isprintable() and not _is_keywords(text):
@@ -69,7 +72,8 @@ def label(text: str) -> str:
     if len(ports) == 1:
         ports *= len(hosts)
     places = [
-        f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=False)
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        for host, port in zip(hosts, ports, strict=False)
     ]
     database = params.get("dbname") or params.get("user") or _default("dbname") or _default("user") or ""
     return f"{','.join(places)}/{database}"
@@ -79,7 +83,9 @@ def masked(text: str) -> str:
     """A normalised connection string with every password in it replaced."""
     if _is_keywords(text):
         params = _parse(text)
-        return make_conninfo("", **{name: MASK if name in SECRET else value for name, value in params.items()})
+        return make_conninfo(
+            "", **{name: MASK if name in SECRET else value for name, value in params.items()}
+        )
     scheme, _, rest = text.partition("://")
     head, mark, query = rest.partition("?")
     user, at, place = head.rpartition("@")
@@ -88,14 +94,16 @@ def masked(text: str) -> str:
         f"{key}={MASK}" if unquote(key) in SECRET else f"{key}={value}"
         for key, _, value in (pair.partition("=") for pair in query.split("&"))
     ]
-    return f"{scheme}://{name}{colon}{MASK if colon else ''}{at}{place}{mark}{'&'.join(pairs) if query else ''}"
+    return (
+        f"{scheme}://{name}{colon}{MASK if colon else ''}{at}{place}{mark}{'&'.join(pairs) if query else ''}"
+    )
 
 
 def passwords(text: str) -> list[str]:
     """The secret values of a normalised connection string that tell something apart.
 
-    A password that is also the user's, the host's or the database's name is left out: to mask that word everywhere
-    would make every message unreadable and keep nothing secret.
+    A password that is also the user's, the host's or the database's name is left out: to mask that word
+    everywhere would make every message unreadable and keep nothing secret.
     """
     params = _parse(text)
     names = {value for name, value in params.items() if name not in SECRET}
@@ -163,6 +171,8 @@ def _parse(text: str) -> dict[str, str]:
 
 
 def _default(name: str) -> str:
-    """What libpq takes when nothing is said: its environment variables, service file and compiled defaults."""
-    value = next((option.val for option in pq.Conninfo.get_defaults() if option.keyword == name.encode()), None)
+    """What libpq takes when nothing is said: from its environment, its service file or its own default."""
+    value = next(
+        (option.val for option in pq.Conninfo.get_defaults() if option.keyword == name.encode()), None
+    )
     return value.decode() if value else ""

@@ -68,9 +68,7 @@ class Run:
         if self._session is None:
             connection = self.connection
             kind = AsyncSession if isinstance(connection, AsyncConnection) else Session
-            self._session = kind(
-                bind=connection, join_transaction_mode="create_savepoint", expire_on_commit=False
-            )
+            self._session = kind(bind=connection, join_transaction_mode="create_savepoint", expire_on_commit=False)
         return self._session
 
     @property
@@ -114,5 +112,3 @@ async def close(run: Run, session: AsyncSession | Session | None = None) -> None
     finally:
         run._seat.connection.closing = False
         await run._seat.close_face()
-
-

@@ -85,7 +85,7 @@ class LockLost(CronlockError):
     """The connection that held the lock is gone, and the lock with it."""
 
 
-class Retry(Exception):  # noqa: N818 - a signal, not an error
+class Retry(Exception):
     """Ends the run as `failed` and asks the caller to come again (HTTP 503).
 
     `after` is a number of seconds or a `timedelta`.
@@ -99,7 +99,7 @@ class Retry(Exception):  # noqa: N818 - a signal, not an error
         self.after = seconds
 
 
-class Cancel(Exception):  # noqa: N818 - a signal, not an error
+class Cancel(Exception):
     """Ends the run as `cancelled`; everything it wrote is rolled back."""
 
     def __init__(self, reason: str = "cancelled by the task") -> None:

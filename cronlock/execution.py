@@ -35,7 +35,15 @@ class Execution:
     """A run from the moment its `running` row is durable."""
 
     def __init__(
-        self, call: Call, seat: Seat, *, run_id: int, started_at: str, opened_us: int, lock_key: int, instance: str
+        self,
+        call: Call,
+        seat: Seat,
+        *,
+        run_id: int,
+        started_at: str,
+        opened_us: int,
+        lock_key: int,
+        instance: str,
     ) -> None:
         self.call = call
         self.seat = seat

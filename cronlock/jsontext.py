@@ -1,10 +1,11 @@
-"""JSON that arrives, and JSON that is kept: whatever passes here can be held by PostgreSQL's jsonb and read back.
+"""JSON that arrives, and JSON that is kept: whatever passes here can be held by PostgreSQL's jsonb and read
+back.
 
-In: `parse_object`, `parse_query` and `merge` refuse, with a short reason, what Python or jsonb cannot hold. Out:
-`dump_result` and `clip` never refuse anything; what cannot be kept is cut, with a mark.
+In: `parse_object`, `parse_query` and `merge` refuse, with a short reason, what Python or jsonb cannot hold.
+Out: `dump_result` and `clip` never refuse anything; what cannot be kept is cut, with a mark.
 
-jsonb has no NUL and no lone surrogates (PostgreSQL, "JSON Types"), numbers as wide as `numeric`, and as much nesting
-as the server's stack allows; the limits here are far below the server's.
+jsonb has no NUL and no lone surrogates (PostgreSQL, "JSON Types"), numbers as wide as `numeric`, and as much
+nesting as the server's stack allows; the limits here are far below the server's.
 """
 
 import json
@@ -35,10 +36,11 @@ BAD_PERCENT = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 def parse_object(body: bytes, *, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """The JSON object in `body`; an empty one for a body that is empty or only white space.
 
-    One byte order mark at the beginning is passed over (RFC 8259 section 8.1 allows it, and PowerShell sends it).
-    Raises `PayloadError` with a short reason, which says nothing of the body's values, for anything else than one
-    object, invalid UTF-8, NaN and Infinity, numbers too large for a float, integers of more than `MAX_DIGITS` digits,
-    names given twice, NUL characters, lone surrogates and more than `max_depth` levels of nesting.
+    One byte order mark at the beginning is passed over (RFC 8259 section 8.1 allows it, and PowerShell sends
+    it). Raises `PayloadError` with a short reason, which says nothing of the body's values, for anything else
+    than one object, invalid UTF-8, NaN and Infinity, numbers too large for a float, integers of more than
+    `MAX_DIGITS` digits, names given twice, NUL characters, lone surrogates and more than `max_depth` levels
+    of nesting.
     """
     try:
         text = body.decode("utf-8").removeprefix("\ufeff")
@@ -61,8 +63,8 @@ def parse_object(body: bytes, *, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
 def parse_query(query: bytes) -> dict[str, str]:
     """The names and values of a query string, percent-decoded as UTF-8; `a` and `a=` both give a blank value.
 
-    Raises `PayloadError` for a broken percent sequence, invalid UTF-8 (lone surrogates are that), a NUL character, a
-    value without a name, and a name given twice with different values.
+    Raises `PayloadError` for a broken percent sequence, invalid UTF-8 (lone surrogates are that), a NUL
+    character, a value without a name, and a name given twice with different values.
     """
     found: dict[str, str] = {}
     for pair in filter(None, query.split(b"&")):
@@ -78,8 +80,9 @@ def parse_query(query: bytes) -> dict[str, str]:
 def merge(query: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any]:
     """Both in one; where a name is in both, the body's value is kept, because it has a type.
 
-    Raises `PayloadError` naming it if the two differ. They are the same if the body's value is that string, or if its
-    JSON text is: `?n=1` agrees with `{"n": 1}` and with `{"n": "1"}`, not with `{"n": 1.0}`; `?x=null` with null.
+    Raises `PayloadError` naming it if the two differ. They are the same if the body's value is that string,
+    or if its JSON text is: `?n=1` agrees with `{"n": 1}` and with `{"n": "1"}`, not with `{"n": 1.0}`;
+    `?x=null` with null.
     """
     for name, text in query.items():
         if name in body and not _is_same(body[name], text):
@@ -90,7 +93,11 @@ def merge(query: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any]:
 def _loads(text: str) -> Any:
     try:
         return json.loads(
-            text, object_pairs_hook=_object, parse_float=_float, parse_int=_int, parse_constant=_refuse_constant
+            text,
+            object_pairs_hook=_object,
+            parse_float=_float,
+            parse_int=_int,
+            parse_constant=_refuse_constant,
         )
     except json.JSONDecodeError as error:
         raise PayloadError(f"the body is not JSON: {error.msg} (character {error.pos})") from None
@@ -101,7 +108,8 @@ def _loads(text: str) -> Any:
 def _depth(text: str) -> int:
     """How deep the brackets outside strings go; found in linear time and without recursion.
 
-    A string's end cannot be mistaken before the first backslash outside a string, where the parser stops anyway.
+    A string's end cannot be mistaken before the first backslash outside a string, where the parser stops
+    anyway.
     """
     outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
     steps = (1 if bracket[0] in "[{" else -1 for bracket in BRACKET.finditer(outside))
@@ -172,7 +180,7 @@ def _shown(name: str) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` with NUL and lone surrogates replaced by U+FFFD; two halves that belong together become one character."""
+    """`text` with NUL and lone surrogates replaced by U+FFFD; two halves that belong together are joined."""
     if not UNREADABLE.search(text):
         return text
     if SURROGATE.search(text):
@@ -191,12 +199,13 @@ def clip(text: str, limit: int) -> str:
 def dump_result(value: Any, *, limit: int = 65536) -> str | None:
     """What a task returned, as JSON text of at most `limit` ASCII characters (256 at least); None for None.
 
-    Never raises, except KeyboardInterrupt and SystemExit. Models, dataclasses, dates, UUIDs, Decimals, bytes (base64)
-    and so on are written as pydantic writes them; NaN and the infinities as strings; NUL and lone surrogates as U+FFFD.
-    What cannot be held is replaced where it stands by `{"cronlock": "not serialisable", "type": .., "reason": ..}`: unknown
-    types, what raises while it is read, iterators, a container inside itself, integers of more than `MAX_DIGITS`
-    digits, more than `MAX_DEPTH` levels. A result that is too large becomes
-    `{"cronlock": "truncated", "size": .., "head": ..}`, `size` being at least how many characters it would have had.
+    Never raises, except KeyboardInterrupt and SystemExit. Models, dataclasses, dates, UUIDs, Decimals, bytes
+    (base64) and so on are written as pydantic writes them; NaN and the infinities as strings; NUL and lone
+    surrogates as U+FFFD. What cannot be held is replaced where it stands by `{"cronlock": "not serialisable",
+    "type": .., "reason": ..}`: unknown types, what raises while it is read, iterators, a container inside
+    itself, integers of more than `MAX_DIGITS` digits, more than `MAX_DEPTH` levels. A result that is too
+    large becomes `{"cronlock": "truncated", "size": .., "head": ..}`, `size` being at least how many
+    characters it would have had.
     """
     if value is None:
         return None
@@ -214,7 +223,8 @@ def dump_result(value: Any, *, limit: int = 65536) -> str | None:
 
 
 class _Writing:
-    """One result on its way to plain dicts, lists, strings and numbers; it stops soon after `limit` characters.
+    """One result on its way to plain dicts, lists, strings and numbers; it stops soon after `limit`
+    characters.
 
     `size` counts no more than what the JSON text will have, so that nothing is cut that would have fitted.
     """

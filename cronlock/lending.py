@@ -187,5 +187,3 @@ def cut(connection: "psycopg.BaseConnection[Any]") -> None:
 def lost() -> LockLost:
     """The error of a run whose connection is gone."""
     return LockLost("the connection that held the lock is gone; what the run wrote is rolled back")
-
-

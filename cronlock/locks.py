@@ -14,6 +14,7 @@ Functions and types are written with their schema throughout, since a role or a 
 (PostgreSQL manual: "Explicit Locking", 13.3.5 Advisory Locks; "Message Flow", 55.2.2 Simple Query.)
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from psycopg import sql
@@ -118,7 +119,7 @@ LEFTOVERS = [
 ]
 
 
-def join(lines: list[sql.Composable]) -> bytes:
+def join(lines: Sequence[sql.Composable]) -> bytes:
     """One message of several statements."""
     return sql.SQL("; ").join(lines).as_bytes(None)
 

@@ -4,9 +4,19 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import BigInteger, CheckConstraint, DateTime, Identity, Index, Integer, MetaData, SmallInteger
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    DateTime,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    SmallInteger,
+    func,
+    text,
+)
 from sqlalchemy import Text as SqlText
-from sqlalchemy import func, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.dialects.postgresql import UUID as SqlUuid
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column

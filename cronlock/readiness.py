@@ -61,7 +61,7 @@ class Readiness:
         if not tasks:
             return
         (keyed,) = await within(limit, connection, ask(connection, runs.lock_keys(tasks)))
-        keys = dict(keyed)
+        keys: dict[str, int] = dict(keyed)
         refuse_collisions(self._registry, keys)
         rows = [
             {
@@ -111,11 +111,15 @@ class Readiness:
             (rows,) = await within(limit, connection, ask(connection, query))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
             raise Unavailable(
-                "schema_missing", f"the schema {schema!r} is not installed; run: cronlock migrate", retry_after=30
+                "schema_missing",
+                f"the schema {schema!r} is not installed; run: cronlock migrate",
+                retry_after=30,
             ) from None
         found = ", ".join(str(row[0]) for row in rows) or "none"
         if found != REVISION:
-            advice = "run: cronlock migrate" if found < REVISION or found == "none" else "deploy the newer cronlock here"
+            advice = (
+                "run: cronlock migrate" if found < REVISION or found == "none" else "deploy the newer cronlock here"
+            )
             raise Unavailable(
                 "schema_unknown",
                 f"the schema {schema!r} is at revision {found}, this cronlock needs {REVISION}; {advice}",
@@ -133,6 +137,6 @@ def refuse_collisions(registry: Registry, keys: dict[str, int]) -> None:
             (lock, name), (other_lock, other) = list(locks.items())[:2]
             raise RegistrationError(
                 f"the tasks {name!r} (lock {lock}) and {other!r} (lock {other_lock}) have the same lock key {key}:"
-                " one would be skipped while the other runs. Give one of them another name with lock=\"...\","
+                ' one would be skipped while the other runs. Give one of them another name with lock="...",'
                 " or both the same on purpose."
             )

@@ -106,9 +106,7 @@ class Recorder:
 
     async def _send(self, group: list[Entry]) -> None:
         kinds = [kind for kind in KINDS if any(entry.kind is kind for entry in group)]
-        parts = [
-            self._statements.rows(kind, [entry.row for entry in group if entry.kind is kind]) for kind in kinds
-        ]
+        parts = [self._statements.rows(kind, [entry.row for entry in group if entry.kind is kind]) for kind in kinds]
         message = HEAD + b";".join(parts) + b";COMMIT"
         async with self._database.recording() as connection:
             self.messages += 1

@@ -18,7 +18,7 @@ import contextvars
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import psycopg
@@ -34,8 +34,7 @@ from cronlock.jsontext import dump_result
 from cronlock.lending import CONTEXT, OWN, is_gone, lost
 from cronlock.outcome import Failure, Holder, Outcome, failure
 from cronlock.recording import Recorder
-from cronlock.scrub import Scrub
-from cronlock.tasks import Registry, Task
+from cronlock.tasks import Task
 
 ASKS = 40
 """How often a call asks again when the lock was held but no run could be seen behind it."""
@@ -55,7 +54,12 @@ class Runner:
     """Runs the tasks of one process."""
 
     def __init__(
-        self, database: Database, recorder: Recorder, statements: runs.Statements, instance: runs.Instance, scrub: Scrub
+        self,
+        database: Database,
+        recorder: Recorder,
+        statements: runs.Statements,
+        instance: runs.Instance,
+        scrub: Callable[[str], str],
     ) -> None:
         self.database = database
         self.recorder = recorder
@@ -447,7 +451,7 @@ class Runner:
                 (rows,) = await within(RECORD_WAIT, connection, ask(connection, message))
         except (psycopg.Error, Unavailable):
             return
-        asked = dict(rows)
+        asked: dict[int, str] = dict(rows)
         for execution in list(self.active):
             if execution.run_id in asked:
                 by = asked[execution.run_id]
@@ -503,7 +507,9 @@ class Runner:
                 return await self._settle(execution, result)
             return await self._fail(execution, "failed", failure(self._cause(execution, error), self.scrub))
         if reply.tag != "COMMIT":
-            return await self._fail(execution, "failed", Failure("TransactionEnded", "the commit was answered by a rollback"))
+            return await self._fail(
+                execution, "failed", Failure("TransactionEnded", "the commit was answered by a rollback")
+            )
         await seat.give_back()
         return self._outcome(execution, "completed", result=result)
 
@@ -574,15 +580,15 @@ class Runner:
         try:
             is_touched = run is not None and run.is_touched
             await within(
-                RECORD_WAIT, seat.connection, seat.send(locks.GIVE_UP_TOUCHED if is_touched else locks.GIVE_UP)
+                RECORD_WAIT,
+                seat.connection,
+                seat.send(locks.GIVE_UP_TOUCHED if is_touched else locks.GIVE_UP),
             )
         except psycopg.Error:
             await discard(seat)
         else:
             await seat.give_back()
-        return self._outcome(
-            execution, status, failure=why, retry_after=retry_after, is_retry=retry_after is not None
-        )
+        return self._outcome(execution, status, failure=why, retry_after=retry_after, is_retry=retry_after is not None)
 
     def _end_row(self, nonce: str, status: str, why: Failure) -> "asyncio.Future[Any]":
         row = {
@@ -640,7 +646,13 @@ class Runner:
 
     def _log(self, level: int, event: str, outcome: Outcome, lock_key: int) -> None:
         if log.isEnabledFor(level):
-            log.log(level, "%s %s", outcome.task, event, extra={"event": f"run.{event}", **self._facts(outcome, lock_key)})
+            log.log(
+                level,
+                "%s %s",
+                outcome.task,
+                event,
+                extra={"event": f"run.{event}", **self._facts(outcome, lock_key)},
+            )
 
     def _log_started(self, execution: Execution) -> None:
         if log.isEnabledFor(logging.INFO):

@@ -54,7 +54,8 @@ SELECT nonce, id, status, started_at, (SELECT json_agg(json_build_array(f.id, f.
   FROM (SELECT * FROM made UNION SELECT * FROM known) told
 """
 
-SKIP = """
+SKIP = (
+    """
 WITH asked AS MATERIALIZED (
     SELECT * FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint,
         trigger text, caller text, blocked_by bigint, is_checked boolean)),
@@ -65,7 +66,9 @@ held AS MATERIALIZED (
       FROM keys k
       JOIN pg_catalog.pg_locks l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
        AND l.classid::bigint = (k.lock_key >> 32) & 4294967295 AND l.objid::bigint = k.lock_key & 4294967295
-       AND l.database = """ + HERE + """
+       AND l.database = """
+    + HERE
+    + """
       LEFT JOIN {run} r ON r.status = 'running' AND r.backend_pid = l.pid AND r.lock_objsubid = 1
        AND r.lock_classid = l.classid::bigint AND r.lock_objid = l.objid::bigint
       LEFT JOIN LATERAL (SELECT g.application_name FROM pg_catalog.pg_stat_get_activity(l.pid) g) s ON true
@@ -93,6 +96,7 @@ SELECT m.nonce, m.id, m.reason, w.run_id, w.started_at, w.instance::text,
        (extract(epoch FROM clock_timestamp() - w.started_at) * 1000)::bigint, w.pid, w.application_name
   FROM (SELECT * FROM made UNION SELECT * FROM known) m LEFT JOIN told w USING (nonce)
 """
+)
 
 END = """
 UPDATE {run} r

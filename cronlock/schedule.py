@@ -1,20 +1,21 @@
 """Cron expressions: five fields, or @hourly and its kind, in a time zone. Pure: nothing here reads a clock.
 
-cronsim reads the fields and finds the ticks; this module says clearly what is wrong with an expression, and sees to it
-that a tick is never at or before the moment it was asked for.
+cronsim reads the fields and finds the ticks; this module says clearly what is wrong with an expression, and
+sees to it that a tick is never at or before the moment it was asked for.
 
 What the fields mean:
 
-- minute 0-59, hour 0-23, day of month 1-31, month 1-12 or JAN-DEC, day of week 0-7 or SUN-SAT (0 and 7 are Sunday).
-- `5/15` begins at 5 and goes to the end of the field: 5, 20, 35, 50. `*/45` in the minutes is 0 and 45 of every hour,
-  not every 45 minutes; `Schedule.notes` says so.
+- minute 0-59, hour 0-23, day of month 1-31, month 1-12 or JAN-DEC, day of week 0-7 or SUN-SAT (0 and 7 are
+  Sunday).
+- `5/15` begins at 5 and goes to the end of the field: 5, 20, 35, 50. `*/45` in the minutes is 0 and 45 of
+  every hour, not every 45 minutes; `Schedule.notes` says so.
 - `L` is the last day of the month, `LW` its last weekday, `5L` its last Friday, `1#2` its second Monday.
-- Day of month and day of week: if both are given, either is enough; if one of them begins with `*`, both must fit (as in
-  Debian's cron, man 5 crontab).
+- Day of month and day of week: if both are given, either is enough; if one of them begins with `*`, both must
+  fit (as in Debian's cron, man 5 crontab).
 
-When the clocks change (as in Debian's cron, man 8 cron): a tick in the hour that is left out comes once, right after
-it; a tick in the hour that comes twice comes once, the first time. Expressions whose minute or hour begins with `*`
-follow the hours that really pass: both of the repeated hour, none of the missing one.
+When the clocks change (as in Debian's cron, man 8 cron): a tick in the hour that is left out comes once,
+right after it; a tick in the hour that comes twice comes once, the first time. Expressions whose minute or
+hour begins with `*` follow the hours that really pass: both of the repeated hour, none of the missing one.
 """
 
 import logging
@@ -54,8 +55,8 @@ PROBE = datetime(2024, 1, 1, tzinfo=UTC)
 class Schedule:
     """A cron expression in a time zone, checked.
 
-    `expression` and `timezone` are as they were given, `fields` the five fields in capitals, `notes` sentences on what
-    the expression means where that is easily misread.
+    `expression` and `timezone` are as they were given, `fields` the five fields in capitals, `notes`
+    sentences on what the expression means where that is easily misread.
     """
 
     expression: str
@@ -66,7 +67,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, expression: str, timezone: str = "UTC") -> "Schedule":
-        """Read an expression; raises `ConfigError` naming the field and its value, or the time zone, that is wrong."""
+        """Read an expression; raises `ConfigError` naming the field and its value, or the time zone."""
         fields = _fields(expression)
         schedule = cls(expression, timezone, fields, _zone(timezone), tuple(_notes(fields)))
         if schedule._find(PROBE) is None:
@@ -76,9 +77,9 @@ class Schedule:
     def next(self, after: datetime) -> datetime:
         """The first tick after `after`, in UTC.
 
-        UTC because two times of one zone compare by the clock on the wall, which goes back once a year; show it with
-        `.astimezone(schedule.zone)`. Raises ValueError if `after` has no time zone, or if no tick is left before the
-        year 9999.
+        UTC because two times of one zone compare by the clock on the wall, which goes back once a year; show
+        it with `.astimezone(schedule.zone)`. Raises ValueError if `after` has no time zone, or if no tick is
+        left before the year 9999.
         """
         if after.tzinfo is None:
             raise ValueError("Schedule.next needs a datetime with a time zone")
@@ -100,7 +101,7 @@ class Schedule:
 
 
 def check(expression: str, timezone: str = "UTC") -> None:
-    """Raise `ConfigError` if the expression or the zone is wrong; log a warning where it is easily misread."""
+    """Raise `ConfigError` if the expression or the zone is wrong; warn in the log of what is easily misread."""
     for note in Schedule.parse(expression, timezone).notes:
         log.warning("schedule %s: %s", _shown(expression), note)
 
@@ -135,7 +136,12 @@ def _fields(expression: str) -> tuple[str, ...]:
 def _is_readable(fields: tuple[str, ...]) -> bool:
     try:
         CronSim(" ".join(fields), PROBE)
-    except (CronSimError, AssertionError, TypeError, ValueError):  # 5L/2 and steps of 5,000 digits raise the others
+    except (
+        CronSimError,
+        AssertionError,
+        TypeError,
+        ValueError,
+    ):  # 5L/2 and steps of 5,000 digits raise the others
         return False
     return True
 
@@ -170,9 +176,13 @@ def _zone(name: str) -> tzinfo:
     if name == "UTC":
         return UTC
     if not isinstance(name, str) or not ZONE_NAME.fullmatch(name):
-        raise ConfigError(f"timezone {_shown(name)} is no name of a time zone; give one such as 'Europe/Berlin' or 'UTC'")
+        raise ConfigError(
+            f"timezone {_shown(name)} is no name of a time zone; give one such as 'Europe/Berlin' or 'UTC'"
+        )
     if name in NOT_ZONES or name.partition("/")[0] in ("posix", "right"):
-        raise ConfigError(f"timezone {_shown(name)} means another thing on every machine; give one such as 'Europe/Berlin'")
+        raise ConfigError(
+            f"timezone {_shown(name)} means another thing on every machine; give one such as 'Europe/Berlin'"
+        )
     try:
         return ZoneInfo(name)
     except (OSError, ValueError, LookupError):
@@ -189,5 +199,3 @@ def _zone_names() -> frozenset[str]:
 def _shown(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:79]}.."
-
-

@@ -1,10 +1,10 @@
 """Secrets taken out of text that is stored, logged or answered, the cause left readable.
 
-Two kinds: the secrets that are configured, in every spelling in which libraries print them, and what looks like a
-secret to anyone (Authorization values, passwords in URLs and connection strings, tokens in queries).
+Two kinds: the secrets that are configured, in every spelling in which libraries print them, and what looks
+like a secret to anyone (Authorization values, passwords in URLs and connection strings, tokens in queries).
 
-The text may be hostile, so every pattern is linear in it: no repeat can begin again inside what another one passed
-over, or it is bounded.
+The text may be hostile, so every pattern is linear in it: no repeat can begin again inside what another one
+passed over, or it is bounded.
 """
 
 import json
@@ -51,7 +51,7 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             rf"\1{MASK}@",
         ),
         (r"(://)[^\s/?#:@\"'<>]{16,}@", rf"\1{MASK}@"),
-        # name=value in queries, connection strings and environments; "name": "value" in JSON and in a printed dict
+        # name=value in queries, connection strings and environments; "name": "value" in JSON and in a dict
         (rf"((?:{NAMES})[ \t]{{0,4}}=[ \t]{{0,4}}\\?\")(?:[^\"\\]|\\[^\"])*", rf"\1{MASK}"),
         (rf"((?:{NAMES})[ \t]{{0,4}}=[ \t]{{0,4}})(?:{SINGLE}|{BARE})", rf"\1{MASK}"),
         (rf"([?&;](?:key|sig|code|auth|jwt)=){BARE}", rf"\1{MASK}"),
@@ -69,13 +69,15 @@ class Scrubber:
     """Masks the given secrets, and what looks like one."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        spellings = {spelling for secret in secrets if len(secret) >= SHORTEST for spelling in _spellings(secret)}
+        values = [value for value in secrets if len(value) >= SHORTEST]
+        spellings = {spelling for value in values for spelling in _spellings(value)}
         self._spellings = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
 
     def scrub(self, text: str) -> str:
         """`text` with every secret replaced by ***, and NUL and lone surrogates by U+FFFD.
 
-        Takes time linear in the text. Cut a text after scrubbing it, never before: half a secret is not recognised.
+        Takes time linear in the text. Cut a text after scrubbing it, never before: half a secret is not
+        recognised.
         """
         text = clean(text)
         for spelling in self._spellings:
@@ -101,7 +103,7 @@ def _spellings(secret: str) -> set[str]:
     for encode in (b64encode, urlsafe_b64encode):
         found.add(encode(raw).decode())
         for before in range(3):
-            # the characters that depend on this secret alone, when `before` bytes come before it ("user:" in Basic)
+            # the characters that depend on this secret alone when `before` bytes precede it ("user:" in Basic)
             encoded = encode(b"\0" * before + raw).decode()
             found.add(encoded[(0, 2, 3)[before] : (before + len(raw)) * 8 // 6])
     return {spelling for spelling in found if len(spelling) >= SHORTEST}

@@ -167,9 +167,7 @@ def task_lock(task: str, lock: str | int | None, namespace: str) -> Lock:
         return Lock(None, lock)
     name = task if lock is None else lock
     if not isinstance(name, str) or not name or "\0" in name or len(name) > 200:
-        raise RegistrationError(
-            f"task {task!r}: lock must be a name of 1 to 200 characters or an int, not {lock!r}"
-        )
+        raise RegistrationError(f"task {task!r}: lock must be a name of 1 to 200 characters or an int, not {lock!r}")
     return Lock(f"{namespace}:{name}" if namespace else name)
 
 
@@ -192,9 +190,7 @@ def payload_parameter(function: Callable[..., Any], task: str) -> tuple[bool, Ty
     ]
     required = [parameter for parameter in parameters if parameter.default is parameter.empty]
     if not parameters or len(required) > 2 or any(p.kind is p.KEYWORD_ONLY for p in required):
-        raise RegistrationError(
-            f"task {task!r}: {where(function)} must take (run) or (run, payload), in that order"
-        )
+        raise RegistrationError(f"task {task!r}: {where(function)} must take (run) or (run, payload), in that order")
     if len(parameters) < 2:
         return False, None
     try:
@@ -210,6 +206,3 @@ def payload_parameter(function: Callable[..., Any], task: str) -> tuple[bool, Ty
         raise RegistrationError(
             f"task {task!r}: pydantic cannot validate a payload as {annotation!r}: {error.message}"
         ) from None
-
-
-

@@ -78,23 +78,28 @@ class BadFeed(Exception):
 
 @cron.task("sync-inventory", schedule="*/5 * * * *", timeout="120s")
 async def sync_inventory(run: Run, feed: Feed) -> dict[str, int]:
-    """Make `inventory` what the feed says, all of it or nothing; what is not in the feed is marked vanished."""
+    """Make `inventory` what the feed says, all of it or nothing; mark what is not in it as vanished."""
     await run.driver.execute(CREATE)
     await run.driver.execute(INCOMING)
     rows = await load(run, feed)
     updated = (await run.driver.execute(UPDATE)).rowcount
     inserted = (await run.driver.execute(INSERT)).rowcount
     vanished = (await run.driver.execute(VANISH)).rowcount
-    unchanged = rows - updated - inserted
-    return dict(rows=rows, inserted=inserted, updated=updated, unchanged=unchanged, vanished=vanished)
+    return {
+        "rows": rows,
+        "inserted": inserted,
+        "updated": updated,
+        "unchanged": rows - inserted - updated,
+        "vanished": vanished,
+    }
 
 
 async def load(run: Run, feed: Feed) -> int:
     """COPY the feed into `incoming` and count its rows; raises `BadFeed` naming those that are wrong."""
     places: dict[str, str] = {}
     problems: list[str] = []
-    rows = read(feed.source)
-    while batch := await asyncio.to_thread(list, islice(rows, BATCH)):  # reading blocks: not in the event loop
+    rows = read(feed.source)  # which blocks, hence the thread
+    while batch := await asyncio.to_thread(list, islice(rows, BATCH)):
         async with run.driver.cursor() as cursor, cursor.copy(COPY) as copy:
             for place, row in batch:
                 try:

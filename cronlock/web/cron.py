@@ -84,9 +84,7 @@ class CronEndpoint:
             return plain(413, "too_large", reason=f"the body is longer than {self._max_body} bytes")
         except PayloadInvalid as error:
             return plain(422, "unprocessable", fields=error.fields[: answers.FIELDS_LIMIT])
-        outcome: Outcome = await self._cron.start_call(
-            task, payload, trigger="http", caller=recognise(fields)
-        )
+        outcome: Outcome = await self._cron.start_call(task, payload, trigger="http", caller=recognise(fields))
         return answers.of(outcome, skip_status)
 
     async def _body(self, fields: dict[bytes, bytes], receive: Receive) -> dict[str, object]:

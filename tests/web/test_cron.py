@@ -25,9 +25,8 @@ AUTH = {"authorization": f"Bearer {SECRET}"}
 @asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of the application, with its lifespan."""
-    async with app.router.lifespan_context(app):
-        async with client_of(app) as client:
-            yield client
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        yield client
 
 
 def client_of(app: ASGIApp) -> httpx2.AsyncClient:
@@ -408,7 +407,9 @@ async def test_other_content_types_are_ignored(
 ) -> None:
     headers = {"content-type": content_type} if content_type else {}
     async with serving(cron.app()) as client:
-        answer = await client.request(method, "/cron/echo?x=1&on_skip=409&max=3&seconds=2", content=body, headers=headers)
+        answer = await client.request(
+            method, "/cron/echo?x=1&on_skip=409&max=3&seconds=2", content=body, headers=headers
+        )
     assert answer.status_code == 200
     assert answer.json()["result"] == {"x": "1"}
 
@@ -566,7 +567,16 @@ async def test_every_answer_is_json_of_less_than_4_kb_and_never_cached_or_redire
         raise RuntimeError("😀" * 5000)
 
     async with serving(cron.app()) as client:
-        for path in ("/cron/big", "/cron/loud", "/cron/none", "/elsewhere", "/cron", "//cron/big", "/healthz", "/readyz"):
+        for path in (
+            "/cron/big",
+            "/cron/loud",
+            "/cron/none",
+            "/elsewhere",
+            "/cron",
+            "//cron/big",
+            "/healthz",
+            "/readyz",
+        ):
             answer = await client.get(f"http://test{path}", headers={"x-forwarded-proto": "https"})
             assert len(answer.content) < 4096, path
             json.loads(answer.content)

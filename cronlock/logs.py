@@ -1,0 +1,73 @@
+"""Log lines on stderr: one JSON object each, or text for people. For the commands: the library configures nothing."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Literal, TextIO
+
+from pythonjsonlogger.json import JsonFormatter
+
+FACTS = ("runId", "reason", "durationMs", "client", "error")
+"""What a line for people shows after its message, where the record has it."""
+
+COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
+
+
+def configure(form: Literal["json", "text"], scrub: Callable[[str], str]) -> None:
+    """Write what cronlock logs from INFO on, and everybody else from WARNING on, to stderr, without secrets."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(Json(scrub) if form == "json" else Text(scrub, is_coloured(sys.stderr)))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("cronlock").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def is_coloured(stream: TextIO) -> bool:
+    """Whether colours are wanted there (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def is_scrubbed(record: logging.LogRecord) -> bool:
+    """Whether a record is cronlock's own, whose texts are scrubbed already; tasks and libraries log anything."""
+    return record.name.startswith("cronlock") and record.name != "cronlock.task"
+
+
+class Json(JsonFormatter):
+    """One JSON object a line: timestamp, level, logger, message, and the event's facts by their names."""
+
+    def __init__(self, scrub: Callable[[str], str]) -> None:
+        super().__init__(
+            "{levelname}{name}{message}",
+            style="{",
+            rename_fields={"levelname": "level", "name": "logger"},
+            timestamp=True,
+            json_ensure_ascii=False,
+        )
+        self._scrub = scrub
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return line if is_scrubbed(record) else self._scrub(line)
+
+
+class Text(logging.Formatter):
+    """Time, level, message, and the few facts that people look for."""
+
+    def __init__(self, scrub: Callable[[str], str], is_coloured: bool) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
+        self._scrub = scrub
+        self._is_coloured = is_coloured
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return line if is_scrubbed(record) else self._scrub(line)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
+        facts = ((name, getattr(record, name, None)) for name in FACTS)
+        shown = [f"{name}={' '.join(str(value).split())}" for name, value in facts if value is not None]
+        line = "  ".join((super().formatMessage(record), *shown))
+        colour = COLOURS.get(record.levelno)
+        return f"\033[{colour}m{line}\033[0m" if self._is_coloured and colour else line
