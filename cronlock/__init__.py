@@ -20,24 +20,27 @@ The layers, each of which imports only from those below it:
     errors
 """
 
-from cronlock.app import Cronlock
-from cronlock.context import Run
-from cronlock.errors import (
-    Cancel,
-    ConfigError,
-    CronlockError,
-    LockLost,
-    PayloadError,
-    PayloadInvalid,
-    RegistrationError,
-    Retry,
-    StatementRefused,
-    TransactionEnded,
-    TransactionRefused,
-    Unavailable,
-    UnknownTask,
-)
-from cronlock.outcome import Failure, Holder, Outcome
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cronlock.app import Cronlock
+    from cronlock.context import Run
+    from cronlock.errors import (
+        Cancel,
+        ConfigError,
+        CronlockError,
+        LockLost,
+        PayloadError,
+        PayloadInvalid,
+        RegistrationError,
+        Retry,
+        StatementRefused,
+        TransactionEnded,
+        TransactionRefused,
+        Unavailable,
+        UnknownTask,
+    )
+    from cronlock.outcome import Failure, Holder, Outcome
 
 __version__ = "0.1.0"
 
@@ -61,3 +64,20 @@ __all__ = [
     "Unavailable",
     "UnknownTask",
 ]
+
+MODULES = {"Cronlock": "app", "Run": "context", "Failure": "outcome", "Holder": "outcome", "Outcome": "outcome"}
+"""Where the public names are; those that are not here are in `errors`."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is asked for: the command line answers before a database driver is loaded."""
+    if name not in __all__:
+        raise AttributeError(f"module 'cronlock' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f"cronlock.{MODULES.get(name, 'errors')}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,7 +20,6 @@ from cronlock.readiness import Readiness
 from cronlock.recording import Recorder
 from cronlock.recovery import Timer
 from cronlock.runner import Runner, log
-from cronlock.scrub import Scrub
 from cronlock.tasks import Registry, Task, declare
 
 if TYPE_CHECKING:
@@ -178,7 +177,7 @@ class Process:
         self.database = Database(settings, has_threads=any(not task.is_async for task in tasks))
         statements = runs.Statements(settings.schema_name, self.instance)
         self.recorder = Recorder(self.database, statements)
-        self.runner = Runner(self.database, self.recorder, statements, self.instance, Scrub(settings))
+        self.runner = Runner(self.database, self.recorder, statements, self.instance, settings.scrub)
         self.readiness = Readiness(self.database, self.runner, tasks)
         self._timer: asyncio.Task[None] | None = None
 

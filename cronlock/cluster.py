@@ -44,6 +44,7 @@ class Cluster:
     def open(self) -> None:
         """Make the directory if it is missing, find the account that will serve it.
 
+        An empty one of root is opened so far that the account can pass through it (0711).
         Raises `EmbeddedError` if it is not for us alone, or that account cannot enter it.
         """
         self.account = server_account()
@@ -101,9 +102,7 @@ class Cluster:
                 f" or delete {self.directory}."
             )
         if not (self.directory / "password").exists():
-            raise EmbeddedError(
-                f"{self.directory}/password is missing: put it back, or delete {self.directory}"
-            )
+            raise EmbeddedError(f"{self.directory}/password is missing: put it back, or delete {self.directory}")
 
     def make(self, binaries: Path, *, is_synced: bool) -> None:
         """Fill `data` with `initdb`, under another name until it is complete.
@@ -142,7 +141,8 @@ class Cluster:
 
     def begin(self, program: Path, *options: str) -> subprocess.Popen[bytes]:
         """Begin a program of the server; what it says goes to `server.log`."""
-        is_long = self._log.exists() and self._log.stat().st_size > _LOG_BYTES
+        self._log.touch(0o600)
+        is_long = self._log.stat().st_size > _LOG_BYTES
         with self._log.open("wb" if is_long else "ab") as output:
             self._log_begin = output.tell()
             return launch(self.account, [str(program), *options], output)

@@ -56,7 +56,7 @@ def parse_duration(value: object, *, longest: timedelta = LONGEST_TIMEOUT) -> ti
         seconds = _seconds(value)
         if seconds is None:
             raise ValueError(f"{_shown(value)} is not a duration; write it as '120s', '2m', '1h', '7d' or '500ms'")
-        span = timedelta(seconds=min(seconds, longest.total_seconds() + 1))
+        span = timedelta(seconds=max(0, min(seconds, longest.total_seconds() + 1)))
     if span < SHORTEST_DURATION:
         raise ValueError(f"{_shown(value)} is not a duration of at least 1ms, such as '120s'")
     if span > longest:
@@ -66,11 +66,13 @@ def parse_duration(value: object, *, longest: timedelta = LONGEST_TIMEOUT) -> ti
 
 def format_duration(span: timedelta) -> str:
     """As `parse_duration` reads it, in the largest unit that leaves no rest."""
-    milliseconds = span / timedelta(milliseconds=1)
-    for unit in ("d", "h", "m", "s"):
-        if milliseconds and not milliseconds % (UNITS[unit] * 1000):
-            return f"{milliseconds / (UNITS[unit] * 1000):.0f}{unit}"
-    return f"{milliseconds:g}ms"
+    milliseconds, rest = divmod(span, timedelta(milliseconds=1))
+    if rest:
+        return f"{span / timedelta(milliseconds=1):.3f}ms"
+    for unit, length in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if milliseconds % length == 0:
+            return f"{milliseconds // length}{unit}"
+    return f"{milliseconds}ms"
 
 
 def parse_size(value: object) -> int:
@@ -124,11 +126,7 @@ def _number(value: object) -> object:
 def _url(value: object) -> object:
     if value is None:
         return None
-    if isinstance(value, SecretStr):
-        value = value.get_secret_value()
-    if not isinstance(value, str):
-        raise ValueError(f"is text, not a {type(value).__name__}")
-    found = conninfo.normalise(value)
+    found = conninfo.normalise(_text(value))
     if found.dropped:
         log.warning("database URL: left out what PostgreSQL does not know: %s", ", ".join(found.dropped))
     return found.text
@@ -137,7 +135,7 @@ def _url(value: object) -> object:
 def _schema(value: object) -> object:
     text = _text(value)
     if not 1 <= len(text.encode()) <= 63:
-        raise ValueError(f"is a name of 1 to 63 bytes, not {len(text.encode())}")
+        raise ValueError(f"must be 1 to 63 bytes, not {len(text.encode())}")
     if text.startswith("pg_") or text == "information_schema":
         raise ValueError(f"{_shown(text)} is a name that PostgreSQL keeps for itself")
     return text
@@ -146,13 +144,13 @@ def _schema(value: object) -> object:
 def _namespace(value: object) -> object:
     text = _text(value)
     if len(text.encode()) > 63 or not text.isprintable():
-        raise ValueError("is a name of at most 63 bytes without control characters")
+        raise ValueError("must be at most 63 bytes without control characters")
     return text
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"is text, not a {type(value).__name__}")
+        raise ValueError(f"must be text, not {type(value).__name__}")
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError("has a NUL character or is not UTF-8")
     return value
@@ -164,7 +162,7 @@ def _secret(value: object) -> SecretStr | None:
     if text is None:
         return None
     if not isinstance(text, str):
-        raise ValueError(f"is text, not a {type(text).__name__}")
+        raise ValueError(f"must be text, not {type(text).__name__}")
     if text.strip() and text != text.strip():
         log.warning("removed the white space around a secret; set it without")
     return SecretStr(text.strip()) if text.strip() else None
@@ -179,7 +177,7 @@ def _secrets(value: object) -> tuple[SecretStr, ...]:
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise ValueError(f"is text, or a list of texts, not a {type(value).__name__}")
+        raise ValueError(f"must be text or a list of texts, not {type(value).__name__}")
     found = [secret for secret in map(_secret, value) if secret is not None]
     return tuple(dict.fromkeys(found))
 
@@ -396,7 +394,9 @@ class Settings(BaseSettings):
 
     def describe(self) -> dict[str, str]:
         """Every setting by its name, as text that may be printed: secrets and passwords are masked."""
-        return {key(name, field): _described(getattr(self, name)) for name, field in type(self).model_fields.items()}
+        return {
+            key(name, field): _described(name, getattr(self, name)) for name, field in type(self).model_fields.items()
+        }
 
     def scrub(self, text: str) -> str:
         """`text` without the configured secrets, or anything that looks like one; see `cronlock.scrub`."""
@@ -447,16 +447,20 @@ def _entry(index: int, secrets: tuple[SecretStr, ...]) -> str:
     return f"entry {index + 1} of {len(secrets)} " if len(secrets) > 1 else ""
 
 
-def _described(value: object) -> str:
+def _described(name: str, value: Any) -> str:
     match value:
         case None | "" | ():
             return "not set"
         case SecretStr():
             return f"set ({len(value)} characters)"
         case tuple():
-            return ", ".join(map(_described, value))
+            return ", ".join(_described(name, item) for item in value)
         case timedelta():
             return format_duration(value)
+        case str() if name in ("database", "direct_url"):
+            return conninfo.masked(value)
+        case int() if name == "max_body":
+            return format_size(value)
     return str(value)
 
 
@@ -484,8 +488,9 @@ def _report(problems: list[str]) -> str:
 
 def _warn_of_unknown_names() -> None:
     known = {name for field in _fields().values() for name in env_names(field)} | READ_ELSEWHERE
+    known = {name for name in known if name.startswith(PREFIX)}
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in known:
-            near = get_close_matches(name, sorted(known), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            log.warning("%s in the environment is not a setting of cronlock%s", ascii(name)[1:81], hint)
+            near = get_close_matches(name[len(PREFIX) :], sorted(item.removeprefix(PREFIX) for item in known), n=1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+            log.warning("%s in the environment is not a setting of cronlock%s", ascii(name)[1:-1][:80], hint)

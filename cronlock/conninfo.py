@@ -14,15 +14,14 @@ from psycopg import Error, pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 EXAMPLE = "postgresql://user:password@localhost:5432/app"
-ENCODE = (
-    "write the special characters of a user name or password percent-encoded, such as %40 for @ and %2F for /"
-)
+ENCODE = "write the special characters of a user name or password percent-encoded, such as %40 for @ and %2F for /"
 MASK = "***"
 
 OPTIONS = {option.keyword.decode(): option for option in pq.Conninfo.get_defaults()}
-SECRET = {
+SECRET = {name for name, option in OPTIONS.items() if option.dispchar == b"*"}
+SECRET |= {"scram_client_key", "scram_server_key"}
 
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.:_-]*)://")
+SCHEME = re.compile(r"((?:jdbc:)?[A-Za-z][A-Za-z0-9+._-]*)://")
 DRIVER = re.compile(r"postgres(?:ql)?(?:\+[a-z0-9_]+)?")
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
@@ -57,6 +56,8 @@ def normalise(text: str) -> Conninfo:
         _parse(text)
         return Conninfo(text)
     scheme = SCHEME.match(text)
+    if text[:1] in ("'", '"'):
+        raise ValueError("begins with a quotation mark, which is part of the value here")
     if scheme is None:
         raise ValueError("is neither a URL nor libpq keywords (host=.. dbname=..)")
     if not DRIVER.fullmatch(scheme[1].lower()):
@@ -71,10 +72,7 @@ def label(text: str) -> str:
     ports = (params.get("port") or _default("port") or "5432").split(",")
     if len(ports) == 1:
         ports *= len(hosts)
-    places = [
-        f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        for host, port in zip(hosts, ports, strict=False)
-    ]
+    places = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in zip(hosts, ports, strict=False)]
     database = params.get("dbname") or params.get("user") or _default("dbname") or _default("user") or ""
     return f"{','.join(places)}/{database}"
 
@@ -83,9 +81,7 @@ def masked(text: str) -> str:
     """A normalised connection string with every password in it replaced."""
     if _is_keywords(text):
         params = _parse(text)
-        return make_conninfo(
-            "", **{name: MASK if name in SECRET else value for name, value in params.items()}
-        )
+        return make_conninfo("", **{name: MASK if name in SECRET else value for name, value in params.items()})
     scheme, _, rest = text.partition("://")
     head, mark, query = rest.partition("?")
     user, at, place = head.rpartition("@")
@@ -94,9 +90,7 @@ def masked(text: str) -> str:
         f"{key}={MASK}" if unquote(key) in SECRET else f"{key}={value}"
         for key, _, value in (pair.partition("=") for pair in query.split("&"))
     ]
-    return (
-        f"{scheme}://{name}{colon}{MASK if colon else ''}{at}{place}{mark}{'&'.join(pairs) if query else ''}"
-    )
+    return f"{scheme}://{name}{colon}{MASK if colon else ''}{at}{place}{mark}{'&'.join(pairs) if query else ''}"
 
 
 def passwords(text: str) -> list[str]:
@@ -122,7 +116,7 @@ def _url(rest: str) -> Conninfo:
     if " " in rest:
         raise ValueError("has a space in it; in a URL that is written %20")
     kept, dropped, words = _parameters(query)
-    if "ssl" in words and not any(name == "sslmode" for name, _ in kept):
+    if words.get("ssl") and not any(name == "sslmode" for name, _ in kept):
         kept.append(("sslmode", words["ssl"]))
     pairs = "&".join(f"{name}={_ssl_mode(value) if name == 'sslmode' else value}" for name, value in kept)
     text = f"postgresql://{head}{'?' if pairs else ''}{pairs}"
@@ -163,7 +157,8 @@ def _parse(text: str) -> dict[str, str]:
             raise ValueError
         params = {name: str(value) for name, value in conninfo_to_dict(text).items() if value is not None}
     except (Error, ValueError):
-        raise ValueError(f"cannot be read by libpq; {ENCODE}") from None
+        hint = "write a value with spaces as name='a b'" if _is_keywords(text) else ENCODE
+        raise ValueError(f"cannot be read by libpq; {hint}") from None
     for port in params.get("port", "").split(","):
         if port and not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= 65535):
             raise ValueError(f"has a port that is no number from 1 to 65535; {ENCODE}")
@@ -172,7 +167,5 @@ def _parse(text: str) -> dict[str, str]:
 
 def _default(name: str) -> str:
     """What libpq takes when nothing is said: from its environment, its service file or its own default."""
-    value = next(
-        (option.val for option in pq.Conninfo.get_defaults() if option.keyword == name.encode()), None
-    )
+    value = next((option.val for option in pq.Conninfo.get_defaults() if option.keyword == name.encode()), None)
     return value.decode() if value else ""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout, TooManyRequests
 from sqlalchemy import Connection as SqlConnection
 from sqlalchemy import create_engine
@@ -25,6 +26,7 @@ from cronlock.config import Settings
 from cronlock.errors import Unavailable
 from cronlock.lending import (
     CONTEXT,
+    OVER,
     OWN,
     AsyncTaskConnection,
     TaskConnection,
@@ -58,6 +60,8 @@ class Server:
 
     version: int
     has_check_interval: bool
+    database: int
+    """The oid of our database, by which pg_locks tells its locks from those of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +99,18 @@ class AsyncSeat:
         self.connection = connection
         self.sql: AsyncSqlConnection | None = None
 
-    async def send(self, message: bytes) -> Reply:
-        """Send one message of several statements; raises the `psycopg.Error` of the first that fails."""
-        cursor = psycopg.AsyncClientCursor(self.connection)
+    async def send(self, message: bytes, rows_at: int = -1) -> Reply:
+        """Send one message of several statements; raises the `psycopg.Error` of the first that fails.
+
+        `rows_at` says which statement's rows are wanted, as an index into the message.
+        """
+        cursor = psycopg.AsyncClientCursor(self.connection, row_factory=tuple_row)
         await cursor.execute(message)
-        rows: list[Row] = []
-        while True:
-            if cursor.description is not None:
-                rows = await cursor.fetchall()
-            if not cursor.nextset():
-                return Reply(rows, cursor.statusmessage or "")
+        await cursor.set_result(-1)
+        tag = cursor.statusmessage or ""
+        if rows_at != -1:
+            await cursor.set_result(rows_at)
+        return Reply(await cursor.fetchall() if cursor.description is not None else [], tag)
 
     def face(self) -> AsyncSqlConnection:
         """SQLAlchemy over this connection, in the transaction that is open on it."""
@@ -130,9 +136,13 @@ class AsyncSeat:
         except psycopg.Error:
             cut(self.connection)
 
+    def renew(self) -> None:
+        """Make the connection as it was before a task had it."""
+        self.connection.renew(self.database.prepare_threshold)
+
     async def give_back(self) -> None:
         """Return the connection to its pool; one that is not idle is thrown away there."""
-        self.connection.lending = None
+        self.connection.lending = OVER
         await self.database.runs.putconn(self.connection)
 
 
@@ -144,19 +154,18 @@ class ThreadSeat:
         self.connection = connection
         self.sql: SqlConnection | None = None
 
-    async def send(self, message: bytes) -> Reply:
+    async def send(self, message: bytes, rows_at: int = -1) -> Reply:
         """As `AsyncSeat.send`."""
-        return await self.database.in_thread(self._send, message)
+        return await self.database.in_thread(self._send, message, rows_at)
 
-    def _send(self, message: bytes) -> Reply:
-        cursor = psycopg.ClientCursor(self.connection)
+    def _send(self, message: bytes, rows_at: int) -> Reply:
+        cursor = psycopg.ClientCursor(self.connection, row_factory=tuple_row)
         cursor.execute(message)
-        rows: list[Row] = []
-        while True:
-            if cursor.description is not None:
-                rows = cursor.fetchall()
-            if not cursor.nextset():
-                return Reply(rows, cursor.statusmessage or "")
+        cursor.set_result(-1)
+        tag = cursor.statusmessage or ""
+        if rows_at != -1:
+            cursor.set_result(rows_at)
+        return Reply(cursor.fetchall() if cursor.description is not None else [], tag)
 
     def face(self) -> SqlConnection:
         """As `AsyncSeat.face`."""
@@ -183,10 +192,17 @@ class ThreadSeat:
         except psycopg.Error:
             cut(self.connection)
 
+    def renew(self) -> None:
+        """As `AsyncSeat.renew`."""
+        self.connection.renew(self.database.prepare_threshold)
+
     async def give_back(self) -> None:
         """As `AsyncSeat.give_back`."""
-        self.connection.lending = None
-        await self.database.in_thread(self.database.threads.putconn, self.connection)
+        self.connection.lending = OVER
+        try:
+            await self.database.in_thread(self.database.threads.putconn, self.connection)
+        finally:
+            self.database.free_thread_seat()
 
 
 Seat = AsyncSeat | ThreadSeat
@@ -224,7 +240,10 @@ class Database:
         self.server: Server | None = None
         conninfo = network(settings.database_url)
         is_pooled = settings.pooler == "transaction"
-        kwargs = {"autocommit": True, "prepare_threshold": None if is_pooled else 5}
+        # The end of a run must not wait for a slot of the pooler, all of which may be kept by open runs.
+        past_pooler = network(settings.direct_url) if is_pooled and settings.direct_url else conninfo
+        self.prepare_threshold = None if is_pooled else 5
+        kwargs = {"autocommit": True, "prepare_threshold": self.prepare_threshold}
         wait = settings.acquire_timeout.total_seconds()
         common: dict[str, Any] = {"timeout": wait, "open": False, "kwargs": kwargs, "reconnect_timeout": 60}
         self.runs = AsyncConnectionPool(
@@ -244,7 +263,7 @@ class Database:
             **common,
         )
         self.records = AsyncConnectionPool(
-            conninfo, min_size=1, max_size=settings.record_pool_size, name="cronlock-records", **common
+            past_pooler, min_size=1, max_size=settings.record_pool_size, name="cronlock-records", **common
         )
         self.engine = create_async_engine(
             "postgresql+psycopg://", async_creator=given, poolclass=NullPool, pool_reset_on_return=None
@@ -252,6 +271,7 @@ class Database:
         self.sync_engine = create_engine(
             "postgresql+psycopg://", creator=creating.get, poolclass=NullPool, pool_reset_on_return=None
         )
+        self._thread_seats = asyncio.Semaphore(settings.pool_size)
         self._executor = ThreadPoolExecutor(
             settings.pool_size, thread_name_prefix="cronlock", initializer=CONTEXT.set, initargs=(OWN,)
         )
@@ -273,6 +293,10 @@ class Database:
         await self.engine.dispose()
         self.sync_engine.dispose()
 
+    def free_thread_seat(self) -> None:
+        """One connection for plain functions was given back."""
+        self._thread_seats.release()
+
     async def in_thread(self, call: Callable[..., T], *args: Any) -> T:
         """Run a blocking call of the synchronous driver in a thread of its own pool."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
@@ -284,7 +308,7 @@ class Database:
                 if is_async:
                     seat: Seat = AsyncSeat(self, await self.runs.getconn(timeout))
                 else:
-                    seat = ThreadSeat(self, await self.in_thread(self.threads.getconn, timeout))
+                    seat = await self._thread_seat(timeout)
                 if not is_gone(seat.connection):
                     return seat
                 cut(seat.connection)
@@ -293,6 +317,18 @@ class Database:
             raise Unavailable("no_connection", f"no database connection within {timeout:g} s") from None
         except psycopg.Error as error:
             raise unavailable(error) from error
+
+    async def _thread_seat(self, timeout: float) -> ThreadSeat:
+        """Wait for a free seat in the loop: the executor's threads are for those who will give one back."""
+        try:
+            await asyncio.wait_for(self._thread_seats.acquire(), timeout)
+        except TimeoutError:
+            raise PoolTimeout("every connection for plain functions is taken") from None
+        try:
+            return ThreadSeat(self, await self.in_thread(self.threads.getconn, timeout))
+        except BaseException:
+            self._thread_seats.release()
+            raise
 
     @asynccontextmanager
     async def recording(self) -> AsyncIterator["psycopg.AsyncConnection[Any]"]:
@@ -317,8 +353,13 @@ class Database:
         except psycopg.Error:
             await ask(connection, b"ROLLBACK")
             has_check = False
+        ((row,),) = await ask(
+            connection,
+            b"SELECT oid::pg_catalog.int8 FROM pg_catalog.pg_database"
+            b" WHERE datname OPERATOR(pg_catalog.=) pg_catalog.current_database()",
+        )
         await self._introduce()
-        self.server = Server(version, has_check)
+        self.server = Server(version, has_check, row[0])
         return self.server
 
     async def _introduce(self) -> None:

@@ -62,9 +62,7 @@ class Embedded:
     Start it from the main thread, or it may outlive a killed process. Everything here blocks.
     """
 
-    def __init__(
-        self, directory: Path, *, port: int | None = None, settings: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *, port: int | None = None, settings: Mapping[str, str] | None = None) -> None:
         self.is_shared = False
         self._cluster = Cluster(directory)
         self._port = port

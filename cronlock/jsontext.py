@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any, NoReturn
 from urllib.parse import unquote_to_bytes
 
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from cronlock.errors import PayloadError
@@ -25,6 +26,7 @@ MAX_DIGITS = 1000
 MIN_LIMIT = 256
 
 TOO_LARGE = 10**MAX_DIGITS
+PLAIN = (dict, list, str, int, float, bool, type(None))
 ELLIPSIS = "…"
 REPLACEMENT = "\ufffd"
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -192,7 +194,7 @@ def clip(text: str, limit: int) -> str:
     """`clean(text)`, cut to at most `limit` characters, the last of them an ellipsis if any were cut."""
     if limit <= 0:
         return ""
-    text = clean(text[: limit + 2])
+    text = clean(text[: 2 * limit + 2])  # every character may be two halves
     return text if len(text) <= limit else text[: limit - 1] + ELLIPSIS
 
 
@@ -262,10 +264,16 @@ class _Writing:
             return self._inside(value, depth, self._items)
         if isinstance(value, Iterator):
             return self._mark(value, "an iterator")
-        found = to_jsonable_python(value, bytes_mode="base64", fallback=lambda part: self._mark(part, "unknown type"))
-        if type(found) not in (dict, list, str, int, float, bool, type(None)):
-            return self._mark(value, "unknown type")
-        return self.plain(found, depth)
+        return self.plain(self._jsonable(value), depth)
+
+    def _jsonable(self, value: Any) -> Any:
+        try:
+            found = to_jsonable_python(value, bytes_mode="base64", fallback=lambda part: _mark(part, "unknown type"))
+        except ValueError:
+            if not isinstance(value, BaseModel):
+                raise
+            found = value.model_dump()  # its fields one by one, so that only the one that cannot be held is marked
+        return found if type(found) in PLAIN else _mark(value, "unknown type")
 
     def _string(self, text: str) -> str:
         self.size += len(text) + 2
@@ -320,7 +328,11 @@ class _Writing:
 
     def _mark(self, value: Any, reason: str) -> dict[str, str]:
         self.size += 50
-        return {"cronlock": "not serialisable", "type": _type_name(value), "reason": reason}
+        return _mark(value, reason)
+
+
+def _mark(value: Any, reason: str) -> dict[str, str]:
+    return {"cronlock": "not serialisable", "type": _type_name(value), "reason": reason}
 
 
 def _type_name(value: Any) -> str:
@@ -337,7 +349,9 @@ def _dumps(plain: Any) -> str:
 
 
 def _truncated(text: str, size: int, limit: int) -> str:
-    """The mark for a result that is too large. `text` is ASCII, so quoting it at most doubles it."""
-    mark = {"cronlock": "truncated", "size": size, "head": ""}
-    mark["head"] = text[: (limit - len(_dumps(mark))) // 2]
-    return _dumps(mark)
+    """The mark for a result that is too large, with as much of its JSON text as there is room for."""
+    mark = _dumps({"cronlock": "truncated", "size": size, "head": ""}).removesuffix('"}')
+    room = limit - len(mark) - 2
+    head = _dumps(text[:room])[1:-1][:room]
+    is_split = (len(head) - len(head.rstrip("\\"))) % 2  # in ASCII text only \" and \\ are escapes
+    return f'{mark}{head[:-1] if is_split else head}"}}'

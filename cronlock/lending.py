@@ -9,11 +9,17 @@ the closing message finds out the rest (see `locks`).
 import os
 import select
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import psycopg
+from psycopg.adapt import AdaptersMap
+from psycopg.errors import Diagnostic
 from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
 
 from cronlock.errors import LockLost, StatementRefused, TransactionEnded, TransactionRefused
 
@@ -32,12 +38,19 @@ class Lending:
 
     def refuse(self, what: str) -> TransactionRefused:
         """The error for `what`; the run is failed by the first of them."""
+        if self.is_over:
+            raise StatementRefused("the run has ended; its connection is not the task's any more")
         error = TransactionRefused(
             f"{what} is refused: this transaction holds the lock of the run and is ended by cronlock when the task"
             " returns. Use a savepoint (begin_nested()) for work that may be undone, or raise to undo everything."
         )
         self.fault = self.fault or error
         return error
+
+    def note(self, error: psycopg.Error) -> None:
+        """Remember an error of the task's statements; those that only follow from it say nothing new."""
+        if error.sqlstate != "25P02":
+            self.last_error = error
 
     def admit(self, status: TransactionStatus) -> None:
         """Let a statement of the task pass, or raise why not."""
@@ -58,12 +71,42 @@ CONTEXT: ContextVar[Lending | None] = ContextVar("cronlock_lending", default=Non
 
 OWN = Lending()
 
+OVER = Lending()
+"""What a connection is lent to while no run has it: a thread that kept it has no context, and is refused too."""
+OVER.is_over = True
+
 
 class Refusing:
     """What both kinds of driver connection do while they are lent."""
 
     lending: Lending | None = None
     closing = False
+    own_adapters: AdaptersMap | None = None
+    handlers: tuple[Callable[[], None], ...] = ()
+
+    @property
+    def adapters(self) -> AdaptersMap:
+        """psycopg's, of this connection; a task's own ones go with its run."""
+        if self.own_adapters is None:
+            self.own_adapters = AdaptersMap(psycopg.adapters)
+        return self.own_adapters
+
+    def add_notice_handler(self, callback: Callable[[Diagnostic], None]) -> None:
+        super().add_notice_handler(callback)  # type: ignore[misc]  # psycopg's, beside us
+        self.handlers += (partial(self.remove_notice_handler, callback),)  # type: ignore[attr-defined]
+
+    def add_notify_handler(self, callback: Callable[[psycopg.Notify], None]) -> None:
+        super().add_notify_handler(callback)  # type: ignore[misc]
+        self.handlers += (partial(self.remove_notify_handler, callback),)  # type: ignore[attr-defined]
+
+    def renew(self, prepare_threshold: int | None) -> None:
+        """Forget what a task set on the object, as the closing message makes the server forget."""
+        self.own_adapters = None
+        self.prepare_threshold = prepare_threshold
+        handlers, self.handlers = self.handlers, ()
+        for remove in handlers:
+            with suppress(ValueError):  # the task removed it itself
+                remove()
 
     def lent(self) -> Lending | None:
         """The lending whose rules hold for the calling code; None for cronlock itself and for the pools.
@@ -88,6 +131,12 @@ class Refusing:
 class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
     """psycopg's `AsyncConnection`, lent to `async def` tasks."""
 
+    def renew(self, prepare_threshold: int | None) -> None:
+        super().renew(prepare_threshold)
+        self.row_factory = tuple_row
+        self.cursor_factory = psycopg.AsyncCursor
+        self.server_cursor_factory = psycopg.AsyncServerCursor
+
     async def wait(self, *args: Any, **kwargs: Any) -> Any:
         if (lending := self.admit()) is None:
             return await super().wait(*args, **kwargs)
@@ -95,7 +144,7 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
         try:
             return await super().wait(*args, **kwargs)
         except psycopg.Error as error:
-            lending.last_error = error
+            lending.note(error)
             raise
         finally:
             lending.in_flight -= 1
@@ -117,13 +166,19 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
     async def close(self) -> None:
         if self.closing:
             return
-        if lending := self.lent():
+        if (lending := self.lent()) and lending is not OVER:  # the pools' own threads close what is idle
             raise lending.refuse("close()")
         await super().close()
 
 
 class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
     """psycopg's `Connection`, lent to plain functions, which run in a thread."""
+
+    def renew(self, prepare_threshold: int | None) -> None:
+        super().renew(prepare_threshold)
+        self.row_factory = tuple_row
+        self.cursor_factory = psycopg.Cursor
+        self.server_cursor_factory = psycopg.ServerCursor
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         if (lending := self.admit()) is None:
@@ -132,7 +187,7 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
         try:
             return super().wait(*args, **kwargs)
         except psycopg.Error as error:
-            lending.last_error = error
+            lending.note(error)
             raise
         finally:
             lending.in_flight -= 1
@@ -154,7 +209,7 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
     def close(self) -> None:
         if self.closing:
             return
-        if lending := self.lent():
+        if (lending := self.lent()) and lending is not OVER:  # the pools' own threads close what is idle
             raise lending.refuse("close()")
         super().close()
 

@@ -49,7 +49,7 @@ def import_module(name: str, here: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"there is no module {error.name!r} in {here}, nor installed: start it where the module is, or set PYTHONPATH"
+                f"there is no module {error.name!r} in {here}, nor installed; start where it is, or set PYTHONPATH"
             ) from None
         told = broken(name, error)
     except CronlockError as error:

@@ -27,6 +27,7 @@ IDLE_MARGIN = timedelta(seconds=10)
 ENDED = "cronlock: this is not the transaction that took the lock"
 NO_ROW = "cronlock: no open run row"
 SAVEPOINT = "cronlock_task"
+LOCK_AT = 2
 
 
 def milliseconds(span: timedelta) -> int:
@@ -44,23 +45,24 @@ def key_expression(lock: Lock) -> sql.Composable:
 def opening(task: Task, server: Server) -> bytes:
     """Open the transaction of a run and try its lock.
 
-    The last row-returning result is (acquired, backend_pid, opened_us, lock_key); `acquired` is None on a
+    The row of statement `LOCK_AT` is (acquired, backend_pid, opened_us, lock_key); `acquired` is None on a
     server that cannot write, where a lock would exclude nobody.
     """
     idle = milliseconds(task.timeout + IDLE_MARGIN)
     statement = milliseconds(task.timeout + STATEMENT_MARGIN)
+    settings: dict[str, str | int] = {
+        "statement_timeout": statement,
+        "lock_timeout": statement,
+        "idle_in_transaction_session_timeout": idle,
+        "application_name": f"cronlock:{task.name}",
+    }
+    if server.version >= 170000:
+        settings["transaction_timeout"] = idle
+    if server.has_check_interval:
+        settings["client_connection_check_interval"] = 500
     lines = [
         sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE"),
-        sql.SQL("SET LOCAL statement_timeout = {}").format(statement),
-        sql.SQL("SET LOCAL lock_timeout = {}").format(statement),
-        sql.SQL("SET LOCAL idle_in_transaction_session_timeout = {}").format(idle),
-    ]
-    if server.version >= 170000:
-        lines.append(sql.SQL("SET LOCAL transaction_timeout = {}").format(idle))
-    if server.has_check_interval:
-        lines.append(sql.SQL("SET LOCAL client_connection_check_interval = 500"))
-    lines += [
-        sql.SQL("SET LOCAL application_name = {}").format(f"cronlock:{task.name}"),
+        set_local(settings),
         sql.SQL(
             "SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') OPERATOR(pg_catalog.=) 'off'"
             " THEN pg_catalog.pg_try_advisory_xact_lock({key}) END,"
@@ -86,9 +88,7 @@ def closing(schema: str, run_id: int, opened_us: int, result: str | None, is_tou
             sql.SQL("SET CONSTRAINTS ALL IMMEDIATE"),
             sql.SQL(f"RELEASE SAVEPOINT {SAVEPOINT}"),
             *RESETS,
-            sql.SQL("SET LOCAL search_path = pg_catalog"),
-            sql.SQL("SET LOCAL statement_timeout = 30000"),
-            sql.SQL("SET LOCAL lock_timeout = 30000"),
+            set_local({"search_path": "pg_catalog", "statement_timeout": 30000, "lock_timeout": 30000}),
         ]
     lines += [
         sql.SQL("SET LOCAL synchronous_commit = on"),
@@ -113,10 +113,26 @@ def closing(schema: str, run_id: int, opened_us: int, result: str | None, is_tou
 
 RESETS = [sql.SQL("RESET SESSION AUTHORIZATION"), sql.SQL("RESET ROLE"), sql.SQL("RESET ALL")]
 LEFTOVERS = [
-    sql.SQL("SELECT pg_catalog.pg_advisory_unlock_all()"),
     sql.SQL("UNLISTEN *"),
+    sql.SQL("CLOSE ALL"),
     sql.SQL("DISCARD TEMP"),
+    sql.SQL("DISCARD SEQUENCES"),
+    # What a task prepared by SQL cannot go without all that psycopg prepared: such a connection is thrown away.
+    sql.SQL(
+        "SELECT pg_catalog.pg_advisory_unlock_all(),"
+        " EXISTS (SELECT FROM pg_catalog.pg_prepared_statements p WHERE p.from_sql)"
+    ),
 ]
+LEFTOVERS_AT = {True: -2, False: -1}
+"""The statement of a closing (True) and of a giving up that says in its second column whether something was left."""
+
+
+def set_local(settings: dict[str, str | int]) -> sql.Composable:
+    """SET LOCAL of several settings in one statement, which is cheaper to send and to answer."""
+    calls = [
+        sql.SQL("pg_catalog.set_config({}, {}, true)").format(name, str(value)) for name, value in settings.items()
+    ]
+    return sql.SQL("SELECT {}").format(sql.SQL(", ").join(calls))
 
 
 def join(lines: Sequence[sql.Composable]) -> bytes:
@@ -125,8 +141,15 @@ def join(lines: Sequence[sql.Composable]) -> bytes:
 
 
 REFUSED = b"COMMIT"  # not ROLLBACK: psycopg drops its prepared statements after one
-GIVE_UP = b"ROLLBACK"
-GIVE_UP_TOUCHED = join([sql.SQL("ROLLBACK"), *RESETS, *LEFTOVERS])
+CLEAN_UP = join([*RESETS, *LEFTOVERS])
+
+
+def giving_up(is_touched: bool, record: bytes = b"") -> bytes:
+    """Undo the task's work and free its lock; `record` is a transaction to run right after that.
+
+    Being part of the same message, the record needs no other slot of a pooler than the one the run has.
+    """
+    return b"; ".join(part for part in (b"ROLLBACK", record, CLEAN_UP if is_touched else b"") if part)
 
 
 def stopping(server: Server) -> bytes:

@@ -65,7 +65,7 @@ class Text(logging.Formatter):
         line = super().format(record)
         return line if is_scrubbed(record) else self._scrub(line)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
+    def formatMessage(self, record: logging.LogRecord) -> str:
         facts = ((name, getattr(record, name, None)) for name in FACTS)
         shown = [f"{name}={' '.join(str(value).split())}" for name, value in facts if value is not None]
         line = "  ".join((super().formatMessage(record), *shown))

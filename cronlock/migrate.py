@@ -107,6 +107,11 @@ def migrate(
     return Migrated(before, target)
 
 
+def print_script(schema: str) -> None:
+    """Print the SQL of all migrations on stdout, for whoever applies it by hand; no database is asked."""
+    command.upgrade(config(schema), "head", sql=True)
+
+
 def refuse_unknown(revision: str | None, schema: str) -> None:
     """Raise `MigrationError` if the database is at a revision this code does not know."""
     if revision is None:

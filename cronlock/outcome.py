@@ -73,10 +73,15 @@ def failure(error: BaseException, scrub: Callable[[str], str]) -> Failure:
         trace: str | None = "".join(traceback.format_exception(error))
     except BaseException:
         trace = None
-    state = getattr(error, "sqlstate", None) or getattr(getattr(error, "orig", None), "sqlstate", None)
     return Failure(
         type=clip(type(error).__name__, 200),
         message=clip(scrub(message), MESSAGE_LIMIT),
         traceback=clip(scrub(trace), TRACEBACK_LIMIT) if trace else None,
-        sqlstate=state,
+        sqlstate=sqlstate(error),
     )
+
+
+def sqlstate(error: BaseException) -> str | None:
+    """PostgreSQL's code in a psycopg error, or in one that SQLAlchemy wrapped."""
+    state: str | None = getattr(error, "sqlstate", None) or getattr(getattr(error, "orig", None), "sqlstate", None)
+    return state

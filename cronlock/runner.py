@@ -26,13 +26,13 @@ from psycopg.pq import TransactionStatus
 
 from cronlock import locks, runs
 from cronlock.context import Run, close, settle
-from cronlock.database import Database, Seat, ask, discard, unavailable, within
+from cronlock.database import Database, Reply, Seat, ask, discard, unavailable, within
 from cronlock.errors import Cancel, LockLost, Retry, TransactionEnded, Unavailable
 from cronlock.execution import Execution, Returned, Stop, contain, in_thread
 from cronlock.gate import Call, Gate
 from cronlock.jsontext import dump_result
 from cronlock.lending import CONTEXT, OWN, is_gone, lost
-from cronlock.outcome import Failure, Holder, Outcome, failure
+from cronlock.outcome import Failure, Holder, Outcome, failure, sqlstate
 from cronlock.recording import Recorder
 from cronlock.tasks import Task
 
@@ -46,6 +46,7 @@ CODE_GRACE = 0.4
 OUTCOME_WAIT = 10.0
 PING = 3.0
 RECORD_WAIT = 5.0
+SLOT_WAIT = 0.5
 
 log = logging.getLogger("cronlock.run")
 
@@ -73,7 +74,10 @@ class Runner:
         self.usual_seconds: dict[str, float] = {}
         self.lock_keys: dict[str, int] = {}
         self.is_draining = False
+        shares_slots = database.settings.pooler == "transaction" and not database.settings.direct_url
+        self._record_wait = SLOT_WAIT if shares_slots else RECORD_WAIT
         self._openings: dict[str, bytes] = {}
+        self._holders: dict[int, bytes] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._own = contextvars.copy_context()
@@ -100,7 +104,7 @@ class Runner:
             if gate.running is not None:
                 self.spawn(self._skip([call], gate.running.lock_key, gate.running.holder()))
             elif call.task.name in self.paused:
-                self.spawn(self._skip_paused(call))
+                self.spawn(self._skip_paused([call], self.lock_keys[call.task.name]))
             else:
                 gate.waiting.append(call)
                 if gate.attempts is None:
@@ -151,8 +155,7 @@ class Runner:
             return
         acquired, backend_pid, opened_us, lock_key = row
         if not acquired:
-            self.spawn(self._let_go(seat))
-            await self._skip(group, lock_key)
+            await self._refused(group, seat, lock_key)
             return
         await self._begin(gate, group, seat, backend_pid, opened_us, lock_key)
 
@@ -162,14 +165,14 @@ class Runner:
         while True:
             seat = await self.database.acquire(task.is_async, limit)
             try:
-                reply = await within(limit, seat.connection, seat.send(self._opening(task)))
+                reply = await within(limit, seat.connection, seat.send(self._opening(task), locks.LOCK_AT))
             except psycopg.Error as error:
                 is_dead = seat.connection.closed or is_gone(seat.connection)
                 await self._throw_away(seat)
                 if is_dead and error.sqlstate in (None, "57P01", "57P02", "57P05", "25P03"):
                     continue
                 raise unavailable(error) from error
-            row = reply.rows[-1]
+            (row,) = reply.rows
             if row[0] is None:
                 await self._throw_away(seat)
                 raise Unavailable("read_only", "the server is read-only or a standby; no lock was taken")
@@ -194,58 +197,73 @@ class Runner:
         """Close a connection whose state is not known."""
         await discard(seat)
 
-    async def _skip_paused(self, call: Call) -> None:
-        """Answer a call of a task that was paused when last seen, without touching its lock."""
-        lock_key = self.lock_keys[call.task.name]
-        await self._skip([call], lock_key)
-        if call.decided.done() and call.decided.exception() is None and call.decided.result() is None:
-            self.paused.discard(call.task.name)
+    async def _refused(self, group: list[Call], seat: Seat, lock_key: int) -> None:
+        """Somebody else holds the lock: end the attempt, see who, and skip; or ask again if nobody can be seen."""
+        assert self.database.server is not None, "it was needed for the opening"
+        if (message := self._holders.get(lock_key)) is None:
+            message = self._holders[lock_key] = self.statements.holder(self.database.server.database, lock_key)
+        try:
+            reply = await within(RECORD_WAIT, seat.connection, seat.send(message, runs.HOLDER_AT))
+        except psycopg.Error as error:
+            await discard(seat)
+            for call in group:
+                call.fail(unavailable(error))
+            return
+        await seat.give_back()
+        pid, run_id, started_at, instance, elapsed_ms, application, paused, is_held = reply.rows[0]
+        self.paused.update(paused)
+        held_up = [call for call in group if call.task.name not in self.paused]
+        if len(held_up) < len(group):
+            await self._skip_paused([call for call in group if call.task.name in self.paused], lock_key)
+        if run_id is not None:
+            await self._skip(held_up, lock_key, Holder(run_id, started_at.isoformat(), elapsed_ms, instance))
+        elif is_held and not (application or "").startswith("cronlock:"):
+            await self._skip(held_up, lock_key, Holder(pid=pid, application_name=application))
+        else:
+            for call in held_up:
+                call.decide(None)
 
-    async def _skip(self, group: list[Call], lock_key: int, holder: Holder | None = None) -> None:
-        """Record skips and answer them.
+    async def _skip(self, group: list[Call], lock_key: int, holder: Holder) -> None:
+        """Record that these calls met a lock that `holder` held, and answer them."""
+        facts = {
+            "reason": "already_running",
+            "blocked_by": holder.run_id,
+            "holder_pid": holder.pid,
+            "holder_application": holder.application_name,
+        }
+        await self._record_skips(runs.SKIP, group, lock_key, facts, holder)
 
-        With a `holder` that is known the record is final. Without one it is made only if a holder can be
-        seen at that moment, or the task is paused; otherwise the call asks again.
-        """
-        written: list[tuple[Call, asyncio.Future[Any]]] = []
-        for call in group:
-            row = {
-                "nonce": call.nonce,
-                "task": call.task.name,
-                "lock_name": call.task.lock.name,
-                "lock_key": lock_key,
-                "trigger": call.trigger,
-                "caller": call.caller,
-                "blocked_by": holder.run_id if holder else None,
-                "is_checked": holder is None,
-            }
-            try:
-                written.append((call, self.recorder.put(runs.SKIP, row)))
-            except Unavailable as error:
+    async def _skip_paused(self, group: list[Call], lock_key: int) -> None:
+        """Record that the task of these calls is paused, and answer them; if it is not any more, they ask again."""
+        await self._record_skips(runs.SKIP_PAUSED, group, lock_key, {}, None)
+
+    async def _record_skips(
+        self, kind: str, group: list[Call], lock_key: int, facts: dict[str, Any], holder: Holder | None
+    ) -> None:
+        if not group:
+            return
+        rows = [call.row(lock_key, facts) for call in group]
+        try:
+            written = await self.recorder.put_group(kind, rows, [call.nonce for call in group])
+        except Unavailable as error:
+            for call in group:
                 call.fail(error)
-        for call, future in written:
-            try:
-                row_written = await future
-            except Unavailable as error:
-                call.fail(error)
+            return
+        for call, row in zip(group, written, strict=True):
+            if row is None:
+                self.paused.discard(call.task.name)
+                call.decide(None)
             else:
-                call.decide(self._skipped(call, lock_key, row_written, holder) if row_written else None)
+                call.decide(self._skipped(call, lock_key, row[1], holder))
 
-    def _skipped(self, call: Call, lock_key: int, row: tuple[Any, ...], holder: Holder | None) -> Outcome:
-        _, run_id, reason, holder_run, started_at, instance, elapsed_ms, pid, application = row
-        if reason == "paused":
-            holder = None
-            self.paused.add(call.task.name)
-        elif holder is None and holder_run is not None:
-            holder = Holder(holder_run, started_at.isoformat(), elapsed_ms, instance)
-        elif holder is None:
-            holder = Holder(pid=pid, application_name=application)
+    def _skipped(self, call: Call, lock_key: int, run_id: int, holder: Holder | None) -> Outcome:
+        """A skip by `holder`, or by a pause where there is none."""
         outcome = Outcome(
             status="skipped",
             task=call.task.name,
             run_id=run_id,
             duration_ms=call.elapsed_ms(),
-            reason=reason,
+            reason="paused" if holder is None else "already_running",
             holder=holder,
             retry_after=self._retry_after(call.task, holder),
         )
@@ -292,7 +310,8 @@ class Runner:
             log.warning("runs were lost", extra={"event": "run.lost", "runs": freed, "lockKey": lock_key})
         if status != "running":
             await self._let_go(seat)
-            leader.decide(self._skipped(leader, lock_key, (None, run_id, "paused", *[None] * 6), None))
+            self.paused.add(leader.task.name)
+            leader.decide(self._skipped(leader, lock_key, run_id, None))
             for call in group:
                 call.decide(None)
             return
@@ -501,7 +520,7 @@ class Runner:
         )
         seat = execution.seat
         try:
-            reply = await seat.send(message)
+            reply = await seat.send(message, locks.LEFTOVERS_AT[True] if is_touched else -1)
         except psycopg.Error as error:
             if seat.connection.closed or is_gone(seat.connection):
                 return await self._settle(execution, result)
@@ -510,12 +529,21 @@ class Runner:
             return await self._fail(
                 execution, "failed", Failure("TransactionEnded", "the commit was answered by a rollback")
             )
-        await seat.give_back()
+        await self._give_back(seat, reply)
         return self._outcome(execution, "completed", result=result)
+
+    async def _give_back(self, seat: Seat, reply: Reply) -> None:
+        """Return a connection to its pool, unless its task left something that only goes with it."""
+        if reply.rows and reply.rows[0][1]:
+            await discard(seat)
+            return
+        if reply.rows:
+            seat.renew()
+        await seat.give_back()
 
     def _cause(self, execution: Execution, error: BaseException) -> BaseException:
         """The error that explains a failed close better than its own text does."""
-        state = getattr(error, "sqlstate", None)
+        state = sqlstate(error)
         if state == "25P02":
             first = execution.lending.last_error
             told = f": {str(first).strip().splitlines()[0]}" if first and str(first).strip() else ""
@@ -523,7 +551,7 @@ class Runner:
                 "the transaction was already aborted by a statement whose error the task caught"
                 f"{told}. Put such a statement into a savepoint (begin_nested())."
             )
-        if state == "3B001" or locks.ENDED in str(error):
+        if state in ("3B001", "25P01") or locks.ENDED in str(error):
             return TransactionEnded(
                 "the task ended its transaction by SQL (COMMIT, END, ROLLBACK or PREPARE TRANSACTION), and with it"
                 " its lock; what it committed itself stays, the rest was rolled back"
@@ -566,9 +594,14 @@ class Runner:
     async def _fail(
         self, execution: Execution, status: str, why: Failure, *, retry_after: int | None = None
     ) -> Outcome:
-        """Record how the run ended, then undo what it wrote, then free the lock."""
-        written = self._end_row(execution.call.nonce, status, why)
-        await asyncio.wait((written,), timeout=RECORD_WAIT)
+        """Record how the run ended, then undo what it wrote, then free the lock.
+
+        Where no recording connection is to be had (at a pooler, all slots may be kept by runs that wait
+        for one), both go in one message on the run's own connection, right after each other.
+        """
+        row = self._ending(execution.call.nonce, status, why)
+        written = self._put_ending(row)
+        await asyncio.wait((written,), timeout=self._record_wait)
         seat = execution.seat
         run = execution.run
         execution.lending.is_over = True
@@ -577,21 +610,24 @@ class Runner:
                 await close(run)
         except Exception:
             log.debug("what the task was handed did not close cleanly", exc_info=True)
+        is_touched = run is not None and run.is_touched
+        record = b"" if written.done() else self.recorder.message(runs.END, row)
         try:
-            is_touched = run is not None and run.is_touched
-            await within(
-                RECORD_WAIT,
-                seat.connection,
-                seat.send(locks.GIVE_UP_TOUCHED if is_touched else locks.GIVE_UP),
-            )
+            message = locks.giving_up(is_touched, record)
+            rows_at = locks.LEFTOVERS_AT[False]
+            reply = await within(RECORD_WAIT, seat.connection, seat.send(message, rows_at))
         except psycopg.Error:
             await discard(seat)
         else:
-            await seat.give_back()
+            written.cancel()
+            await self._give_back(seat, reply)
         return self._outcome(execution, status, failure=why, retry_after=retry_after, is_retry=retry_after is not None)
 
     def _end_row(self, nonce: str, status: str, why: Failure) -> "asyncio.Future[Any]":
-        row = {
+        return self._put_ending(self._ending(nonce, status, why))
+
+    def _ending(self, nonce: str, status: str, why: Failure) -> dict[str, Any]:
+        return {
             "nonce": nonce,
             "status": status,
             "error_type": why.type,
@@ -599,6 +635,8 @@ class Runner:
             "error_traceback": why.traceback,
             "error_sqlstate": why.sqlstate,
         }
+
+    def _put_ending(self, row: dict[str, Any]) -> "asyncio.Future[Any]":
         future = self.recorder.put(runs.END, row)
         future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         return future

@@ -50,53 +50,59 @@ made AS (
  RETURNING nonce, id, status, started_at),
 known AS (
     SELECT r.nonce, r.id, r.status, r.started_at FROM {{run}} r JOIN begun b USING (nonce))
-SELECT nonce, id, status, started_at, (SELECT json_agg(json_build_array(f.id, f.task)) FROM freed f)::text
+SELECT nonce::text, id, status, started_at, (SELECT json_agg(json_build_array(f.id, f.task)) FROM freed f)::text
   FROM (SELECT * FROM made UNION SELECT * FROM known) told
 """
 
-SKIP = (
-    """
-WITH asked AS MATERIALIZED (
-    SELECT * FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint,
-        trigger text, caller text, blocked_by bigint, is_checked boolean)),
-keys AS MATERIALIZED (
-    SELECT DISTINCT a.lock_key FROM asked a WHERE a.is_checked),
-held AS MATERIALIZED (
-    SELECT DISTINCT ON (k.lock_key) k.lock_key, l.pid, r.id AS run_id, r.started_at, r.instance, s.application_name
-      FROM keys k
-      JOIN pg_catalog.pg_locks l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
-       AND l.classid::bigint = (k.lock_key >> 32) & 4294967295 AND l.objid::bigint = k.lock_key & 4294967295
-       AND l.database = """
-    + HERE
-    + """
-      LEFT JOIN {run} r ON r.status = 'running' AND r.backend_pid = l.pid AND r.lock_objsubid = 1
-       AND r.lock_classid = l.classid::bigint AND r.lock_objid = l.objid::bigint
-      LEFT JOIN LATERAL (SELECT g.application_name FROM pg_catalog.pg_stat_get_activity(l.pid) g) s ON true
-     WHERE r.id IS NOT NULL OR coalesce(s.application_name, '') NOT LIKE 'cronlock:%'
-     ORDER BY k.lock_key, r.id DESC NULLS LAST),
-told AS MATERIALIZED (
-    SELECT a.*, CASE WHEN t.paused_at IS NULL THEN 'already_running' ELSE 'paused' END AS reason,
-           h.pid, h.run_id, h.started_at, h.instance, h.application_name
-      FROM asked a LEFT JOIN {task} t ON t.name = a.task LEFT JOIN held h ON a.is_checked AND h.lock_key = a.lock_key
-     WHERE NOT a.is_checked OR t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL),
-made AS (
+SKIP = """
+WITH made AS (
     INSERT INTO {run} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
         lock_name, lock_key, lock_classid, lock_objid, blocked_by, holder_pid, holder_application)
-    SELECT w.nonce, w.task, 'skipped', w.reason, clock_timestamp(), w.trigger, w.caller, {instance}, {host}, {pid},
-           {release}, w.lock_name, w.lock_key, (w.lock_key >> 32) & 4294967295, w.lock_key & 4294967295,
-           CASE WHEN w.reason = 'already_running' THEN coalesce(w.blocked_by, w.run_id) END,
-           CASE WHEN w.reason = 'already_running' AND w.run_id IS NULL THEN w.pid END,
-           CASE WHEN w.reason = 'already_running' AND w.run_id IS NULL THEN w.application_name END
-      FROM told w
-        ON CONFLICT (nonce) DO NOTHING
- RETURNING nonce, id, reason),
-known AS (
-    SELECT r.nonce, r.id, r.reason FROM {run} r JOIN asked a USING (nonce))
-SELECT m.nonce, m.id, m.reason, w.run_id, w.started_at, w.instance::text,
-       (extract(epoch FROM clock_timestamp() - w.started_at) * 1000)::bigint, w.pid, w.application_name
-  FROM (SELECT * FROM made UNION SELECT * FROM known) m LEFT JOIN told w USING (nonce)
+    SELECT a.nonce, a.task, 'skipped', a.reason, clock_timestamp(), a.trigger, a.caller, {instance}, {host}, {pid},
+           {release}, a.lock_name, a.lock_key, (a.lock_key >> 32) & 4294967295, a.lock_key & 4294967295,
+           a.blocked_by, a.holder_pid, a.holder_application
+      FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, reason text, lock_name text, lock_key bigint,
+           trigger text, caller text, blocked_by bigint, holder_pid integer, holder_application text)
+        ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
+ RETURNING nonce, id)
+SELECT nonce::text, id FROM made
 """
-)
+
+SKIP_PAUSED = """
+WITH made AS (
+    INSERT INTO {run} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
+        lock_name, lock_key, lock_classid, lock_objid)
+    SELECT a.nonce, a.task, 'skipped', 'paused', clock_timestamp(), a.trigger, a.caller, {instance}, {host}, {pid},
+           {release}, a.lock_name, a.lock_key, (a.lock_key >> 32) & 4294967295, a.lock_key & 4294967295
+      FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint, trigger text,
+           caller text)
+      JOIN {task} t ON t.name = a.task AND t.paused_at IS NOT NULL
+        ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
+ RETURNING nonce, id)
+SELECT nonce::text, id FROM made
+"""
+
+# After a refused attempt, in a later statement of its transaction: who holds the lock? Only a holder that is
+# foreign or whose run can be seen counts; between an opening and its `running` row there is nobody to name.
+HOLDER = """
+SELECT pg_catalog.set_config('search_path', 'pg_catalog', true);
+SELECT h.pid, r.id, r.started_at, r.instance::text,
+       (extract(epoch FROM clock_timestamp() - r.started_at) * 1000)::bigint, g.application_name,
+       ARRAY(SELECT t.name FROM {task} t WHERE t.lock_key = {key} AND t.paused_at IS NOT NULL), h.granted
+  FROM (SELECT 1) one
+  LEFT JOIN pg_locks h ON h.locktype = 'advisory' AND h.granted AND h.objsubid = 1 AND h.database = {database}
+   AND h.classid = {classid}::oid AND h.objid = {objid}::oid
+  LEFT JOIN {run} r ON r.status = 'running' AND r.backend_pid = h.pid AND r.lock_objsubid = 1
+   AND r.lock_classid = {classid} AND r.lock_objid = {objid}
+  LEFT JOIN LATERAL pg_stat_get_activity(h.pid) g ON h.pid IS NOT NULL
+ ORDER BY r.id DESC NULLS LAST LIMIT 1;
+COMMIT
+"""
+HOLDER_AT = 1
+"""The statement of `HOLDER` that has the row (pid, run id, started_at, instance, elapsed ms, application, paused, held).
+
+A prepared transaction that holds the lock has no pid.
+"""
 
 END = """
 UPDATE {run} r
@@ -106,21 +112,21 @@ UPDATE {run} r
   FROM json_to_recordset({rows}::json) AS e(nonce uuid, status text, result text, error_type text,
        error_message text, error_traceback text, error_sqlstate text)
  WHERE r.nonce = e.nonce AND r.status IN ('running', 'lost')
- RETURNING r.nonce
+ RETURNING r.nonce::text
 """
 
 STOPPING = """
 UPDATE {run} r SET stopping_at = coalesce(r.stopping_at, clock_timestamp())
   FROM json_to_recordset({rows}::json) AS e(nonce uuid)
  WHERE r.nonce = e.nonce AND r.status = 'running'
- RETURNING r.nonce
+ RETURNING r.nonce::text
 """
 
 PROGRESS = """
 UPDATE {run} r SET progress_done = e.done, progress_total = e.total
   FROM json_to_recordset({rows}::json) AS e(nonce uuid, done bigint, total bigint)
  WHERE r.nonce = e.nonce AND r.status = 'running'
- RETURNING r.nonce
+ RETURNING r.nonce::text
 """
 
 RECOVER = f"""
@@ -180,7 +186,10 @@ SELECT t.name, (SELECT extract(epoch FROM percentile_disc(0.5) WITHIN GROUP (ORD
 """
 
 
-LISTS = (BEGIN, SKIP, END, STOPPING, PROGRESS, REGISTER, FOREIGN_COLLISIONS)
+render = json.JSONEncoder(separators=(",", ":")).encode
+"""A row as JSON text in ASCII."""
+
+LISTS = (BEGIN, SKIP, SKIP_PAUSED, END, STOPPING, PROGRESS, REGISTER, FOREIGN_COLLISIONS)
 """The statements that take a list of rows."""
 
 
@@ -214,13 +223,18 @@ class Statements:
         before, after = made.split(b"\0")
         return before, after
 
-    def rows(self, text: str, rows: Sequence[dict[str, Any]]) -> bytes:
-        """One of the statements that take a list, with its list."""
+    def rows(self, text: str, rows: Sequence[str]) -> bytes:
+        """One of the statements that take a list, with its list of rendered rows."""
         before, after = self._halves[text]
-        literal = json.dumps(rows, separators=(",", ":")).replace("'", "''")
+        literal = f"[{','.join(rows)}]".replace("'", "''")
         if "\\" in literal:
             return b"".join((before, b" E'", literal.replace("\\", "\\\\").encode("ascii"), b"'", after))
         return b"".join((before, b"'", literal.encode("ascii"), b"'", after))
+
+    def holder(self, database: int, lock_key: int) -> bytes:
+        """The message that ends a refused attempt and says who holds its lock."""
+        halves = {"classid": (lock_key >> 32) & 0xFFFFFFFF, "objid": lock_key & 0xFFFFFFFF}
+        return self.fill(HOLDER, database=database, key=lock_key, **halves)
 
     def fill(self, text: str, **values: Any) -> bytes:
         """A statement with its values."""

@@ -1,28 +1,27 @@
 """Cron expressions: five fields, or @hourly and its kind, in a time zone. Pure: nothing here reads a clock.
 
-cronsim reads the fields and finds the ticks; this module says clearly what is wrong with an expression, and
-sees to it that a tick is never at or before the moment it was asked for.
+cronsim reads the fields and finds the ticks of a clock on the wall; which moments those are is decided here.
 
 What the fields mean:
 
 - minute 0-59, hour 0-23, day of month 1-31, month 1-12 or JAN-DEC, day of week 0-7 or SUN-SAT (0 and 7 are
   Sunday).
-- `5/15` begins at 5 and goes to the end of the field: 5, 20, 35, 50. `*/45` in the minutes is 0 and 45 of
-  every hour, not every 45 minutes; `Schedule.notes` says so.
+- `5/15` begins at 5 and goes to the end of the field: 5, 20, 35, 50. `*/45` in the minutes is 0 and 45 of every
+  hour, not every 45 minutes; `Schedule.notes` says so.
 - `L` is the last day of the month, `LW` its last weekday, `5L` its last Friday, `1#2` its second Monday.
-- Day of month and day of week: if both are given, either is enough; if one of them begins with `*`, both must
-  fit (as in Debian's cron, man 5 crontab).
+- If both day of month and day of week are given, either is enough; if one of them begins with `*`, both must fit
+  (as in Debian's cron, man 5 crontab).
 
-When the clocks change (as in Debian's cron, man 8 cron): a tick in the hour that is left out comes once,
-right after it; a tick in the hour that comes twice comes once, the first time. Expressions whose minute or
-hour begins with `*` follow the hours that really pass: both of the repeated hour, none of the missing one.
+When the clocks change: a tick in the hour that is left out comes once, right after it; a tick in the hour that
+comes twice comes once, the first time. Expressions that name every hour (`30 * * * *`, `*/15 * * * *`) follow the
+hours that really pass: both of the repeated one, none of the missing one.
 """
 
 import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from difflib import get_close_matches
 from functools import lru_cache
 from zoneinfo import ZoneInfo, available_timezones
@@ -63,13 +62,15 @@ class Schedule:
     timezone: str
     fields: tuple[str, ...]
     zone: tzinfo
-    notes: tuple[str, ...] = ()
+    is_hourly: bool
+    notes: tuple[str, ...]
 
     @classmethod
     def parse(cls, expression: str, timezone: str = "UTC") -> "Schedule":
         """Read an expression; raises `ConfigError` naming the field and its value, or the time zone."""
         fields = _fields(expression)
-        schedule = cls(expression, timezone, fields, _zone(timezone), tuple(_notes(fields)))
+        is_hourly = len(_values(1, fields[1])) == 24
+        schedule = cls(expression, timezone, fields, _zone(timezone), is_hourly, tuple(_notes(fields)))
         if schedule._find(PROBE) is None:
             raise ConfigError(f"schedule {_shown(expression)} never comes: there is no such day")
         return schedule
@@ -77,9 +78,9 @@ class Schedule:
     def next(self, after: datetime) -> datetime:
         """The first tick after `after`, in UTC.
 
-        UTC because two times of one zone compare by the clock on the wall, which goes back once a year; show
-        it with `.astimezone(schedule.zone)`. Raises ValueError if `after` has no time zone, or if no tick is
-        left before the year 9999.
+        UTC because two times of one zone compare by the clock on the wall, which goes back once a year; show it
+        with `.astimezone(schedule.zone)`. Raises ValueError if `after` has no time zone, or if no tick is left
+        before the year 9999.
         """
         if after.tzinfo is None:
             raise ValueError("Schedule.next needs a datetime with a time zone")
@@ -89,15 +90,30 @@ class Schedule:
         return tick
 
     def _find(self, after: datetime) -> datetime | None:
+        """The earliest moment after `after` at which the wall clock shows a tick for the first or second time."""
+        again: datetime | None = None
         try:
-            for tick in CronSim(" ".join(self.fields), after.astimezone(self.zone)):
-                moment = tick.astimezone(UTC)
-                # From within the second of two equal hours cronsim can answer with a tick of the first.
-                if moment > after:
-                    return moment
+            for tick in self._wall_ticks(after.astimezone(self.zone)):
+                first, second = self._moments(tick)
+                if again is None and second is not None and second > after:
+                    again = second
+                if first is not None and first > after:
+                    return min(first, again or first)
         except OverflowError:
             pass
-        return None
+        return again
+
+    def _wall_ticks(self, local: datetime) -> Iterator[datetime]:
+        """Ticks of the wall clock, without a zone, from `local` on, or from where it will be put back to."""
+        put_back = max(_offset(local, 0) - _offset(local, 1), timedelta())
+        return CronSim(" ".join(self.fields), local.replace(tzinfo=None) - put_back - timedelta(seconds=1))
+
+    def _moments(self, tick: datetime) -> tuple[datetime | None, datetime | None]:
+        """When the wall clock shows `tick` for the first and for the second time, as far as this schedule counts it."""
+        first, second = (tick.replace(tzinfo=self.zone, fold=fold).astimezone(UTC) for fold in (0, 1))
+        if first > second:  # never shown: read by the offset before the gap it is later than by the one after it
+            return (None if self.is_hourly else _gap_end(second, first, self.zone)), None
+        return first, second if self.is_hourly else None
 
 
 def check(expression: str, timezone: str = "UTC") -> None:
@@ -136,12 +152,8 @@ def _fields(expression: str) -> tuple[str, ...]:
 def _is_readable(fields: tuple[str, ...]) -> bool:
     try:
         CronSim(" ".join(fields), PROBE)
-    except (
-        CronSimError,
-        AssertionError,
-        TypeError,
-        ValueError,
-    ):  # 5L/2 and steps of 5,000 digits raise the others
+    # `5L/2` fails an assertion of cronsim's, a step of 5,000 digits Python's int()
+    except (CronSimError, AssertionError, TypeError, ValueError):
         return False
     return True
 
@@ -189,6 +201,22 @@ def _zone(name: str) -> tzinfo:
         near = get_close_matches(name, sorted(_zone_names()), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "is the package tzdata installed?"
         raise ConfigError(f"there is no time zone {_shown(name)}; {hint}") from None
+
+
+def _offset(local: datetime, fold: int) -> timedelta:
+    return local.replace(fold=fold).utcoffset() or timedelta()
+
+
+def _gap_end(before: datetime, after: datetime, zone: tzinfo) -> datetime:
+    """The moment between the two, both in UTC, at which the clocks of the zone are put forward."""
+    old = before.astimezone(zone).utcoffset()
+    while after - before > timedelta(seconds=1):
+        middle = (before + (after - before) / 2).replace(microsecond=0)
+        if middle.astimezone(zone).utcoffset() == old:
+            before = middle
+        else:
+            after = middle
+    return after
 
 
 @lru_cache(maxsize=1)

@@ -20,49 +20,52 @@ SHORTEST = 6
 """Configured values shorter than this are not looked for: they would be found in every other word."""
 
 NAMES = (
-    r"tokens?|secrets?|passw(?:or)?d|passwd|pwd|passphrase|signature|credentials?"
-    r"|(?:api|access|private|secret|client|account|shared|server|encryption)[_-]?key"
+    r"(?:tokens?|secrets?|passw(?:or)?d|passwd|pwd|passphrase|signature|credentials?"
+    r"|(?:api|access|private|secret|client|account|shared|server|encryption)[_-]?key)"
 )
+NAME_PARTS = ("token", "secret", "passw", "pwd", "passphrase", "signature", "credential", "key")
+BLANK = r"[ \t]{0,4}"
 BARE = r"[^\s&#\"'<>,;(){}\[\]\\]+"
 DOUBLE = r'"(?:[^"\\]|\\.)*"'
 SINGLE = r"'(?:[^'\\]|\\.)*'"
-
-PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE | re.DOTALL), replacement)
-    for pattern, replacement in (
-        # authorization: scheme token, as a header, an entry of a dict, a pair of an ASGI scope
-        (
-            r"(authorization(?:\\?[\"'])?[ \t]{0,4}[:=,][ \t]{0,4}b?(?:\\?[\"'])?)"
-            r"(?:digest[ \t][^\r\n]*|(?:[a-z][a-z0-9_-]{0,20}[ \t]{1,4})?[^\s\"',;)}\]\\]+)",
-            rf"\1{MASK}",
-        ),
-        (
-            r"\b(bearer[ \t]{1,8})"
-            r"(?!(?:auth|authentication|authorization|error|is|not|realm|required|scheme|tokens?|was)(?![^\s.,:;!?)]))"
-            r"[^\s\"',;)}\]\\]+",
-            rf"\1{MASK}",
-        ),
-        (r"\b(basic[ \t]{1,8})[a-z0-9+/_-]{6,}={1,2}", rf"\1{MASK}"),
-        # scheme://user:password@host; a raw / in the password of a database's URL
-        (r"(://[^\s/?#:@\"'<>]*:)[^\s/?#\"'<>]*@", rf"\1{MASK}@"),
-        (
-            r"((?:postgres(?:ql)?|mysql|mariadb|mongodb|rediss?|amqps?)(?:\+[a-z0-9_]{1,16})?://[^\s/?#:@\"'<>]{0,64}:)"
-            r"(?!\d{1,5}/|\*{3}@)[^\s\"'<>@]{1,256}@",
-            rf"\1{MASK}@",
-        ),
-        (r"(://)[^\s/?#:@\"'<>]{16,}@", rf"\1{MASK}@"),
-        # name=value in queries, connection strings and environments; "name": "value" in JSON and in a dict
-        (rf"((?:{NAMES})[ \t]{{0,4}}=[ \t]{{0,4}}\\?\")(?:[^\"\\]|\\[^\"])*", rf"\1{MASK}"),
-        (rf"((?:{NAMES})[ \t]{{0,4}}=[ \t]{{0,4}})(?:{SINGLE}|{BARE})", rf"\1{MASK}"),
-        (rf"([?&;](?:key|sig|code|auth|jwt)=){BARE}", rf"\1{MASK}"),
-        (rf"((?:{NAMES})[\"']?[ \t]{{0,4}}:[ \t]{{0,4}}){DOUBLE}", rf'\1"{MASK}"'),
-        (rf"((?:{NAMES})[\"']?[ \t]{{0,4}}:[ \t]{{0,4}}b?){SINGLE}", rf"\1'{MASK}'"),
-        # what is a secret by its shape: JSON Web Tokens, Stripe, GitHub, Slack
-        (r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", MASK),
-        (r"(?<!\w)(?:(?:sk|rk)_(?:live|test)|whsec|gh[pousr]|github_pat)_\w{8,}", MASK),
-        (r"(?<![\w-])xox[abeprs]-[\w-]{8,}", MASK),
-    )
+DATABASES = r"(?:postgres(?:ql)?|mysql|mariadb|mongodb|rediss?|amqps?)(?:\+[a-z0-9_]{1,16})?"
+PLAIN_WORDS = (
+    r"(?!(?:auth|authentication|authorization|error|is|not|realm|required|scheme|tokens?|was)(?![^\s.,:;!?)]))"
 )
+
+PATTERNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    # (what a text must have, in lower case, for the pattern to be tried; the pattern; what it becomes)
+    # authorization: scheme token, as a header, an entry of a dict, a pair of an ASGI scope
+    (
+        ("authorization",),
+        rf"(authorization(?:\\?[\"'])?{BLANK}[:=,]{BLANK}(?:b?\\?[\"'])?)"
+        r"(?:digest[ \t][^\r\n]*|(?:[a-z][a-z0-9_-]{0,20}[ \t]{1,4})?[^\s\"',;)}\]\\]+)",
+        rf"\1{MASK}",
+    ),
+    (("bearer",), rf"\b(bearer[ \t]{{1,8}}){PLAIN_WORDS}[^\s\"',;)}}\]\\]+", rf"\1{MASK}"),
+    (("basic",), r"\b(basic[ \t]{1,8})[a-z0-9+/_-]{6,}={1,2}", rf"\1{MASK}"),
+    # scheme://user:password@host; a raw / in the password of a database's URL; a token as the user
+    (("://",), r"(://[^\s/?#:@\"'<>]*:)[^\s/?#\"'<>]*@", rf"\1{MASK}@"),
+    (
+        ("://",),
+        rf"({DATABASES}://[^\s/?#:@\"'<>]{{0,64}}:)(?!\d{{1,5}}/|\*{{3}}@)[^\s\"'<>@]{{1,256}}@",
+        rf"\1{MASK}@",
+    ),
+    (("://",), r"(://)[^\s/?#:@\"'<>]{16,}@", rf"\1{MASK}@"),
+    # name=value in queries, connection strings and environments; "name": "value" in JSON and in a dict
+    (NAME_PARTS, rf"({NAMES}{BLANK}={BLANK}\\?\")(?:[^\"\\]|\\[^\"])*", rf"\1{MASK}"),
+    (NAME_PARTS, rf"({NAMES}{BLANK}={BLANK})(?:{SINGLE}|{BARE})", rf"\1{MASK}"),
+    (("=",), rf"([?&;](?:key|sig|code|auth|jwt)=){BARE}", rf"\1{MASK}"),
+    (NAME_PARTS, rf"({NAMES}[\"']?{BLANK}:{BLANK}){DOUBLE}", rf'\1"{MASK}"'),
+    (NAME_PARTS, rf"({NAMES}[\"']?{BLANK}:{BLANK}b?){SINGLE}", rf"\1'{MASK}'"),
+    # what is a secret by its shape: JSON Web Tokens; Stripe and GitHub; Slack
+    (("eyj",), r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*", MASK),
+    (("_",), r"(?<!\w)(?:(?:sk|rk)_(?:live|test)|whsec|gh[pousr]|github_pat)_\w{8,}", MASK),
+    (("xox",), r"(?<![\w-])xox[abeprs]-[\w-]{8,}", MASK),
+)
+COMPILED = [
+    (needles, re.compile(pattern, re.IGNORECASE | re.DOTALL), becomes) for needles, pattern, becomes in PATTERNS
+]
 
 
 class Scrubber:
@@ -82,8 +85,10 @@ class Scrubber:
         text = clean(text)
         for spelling in self._spellings:
             text = text.replace(spelling, MASK)
-        for pattern, replacement in PATTERNS:
-            text = pattern.sub(replacement, text)
+        lower = text.lower()
+        for needles, pattern, becomes in COMPILED:
+            if any(needle in lower for needle in needles):
+                text = pattern.sub(becomes, text)
         return text
 
 

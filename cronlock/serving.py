@@ -1,42 +1,47 @@
-"""A server process for a `Cronlock`, which owns its signals and ends in order.
+"""A server process for a `Cronlock`: it owns its signals and ends in order.
 
 On SIGTERM or SIGINT new calls are answered 503 while the listener stays open, so that no caller meets a closed
-port; what runs has the drain timeout to finish, then it is cancelled and recorded; then open connections have
-a few seconds, and the process ends with 0. A second signal cancels at once. A thread that never returns does
-not keep the process from ending.
+port. What runs has the drain timeout to finish, then it is cancelled and recorded; then open connections have
+a few seconds, and `run` returns. A second signal cancels what runs at once, a third waits for nothing.
 
-uvicorn alone closes the listener first, and dies by the signal it was sent.
+(uvicorn alone closes the listener first, and dies by the signal it was sent.)
 """
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from types import FrameType
 
 import uvicorn
 
 from cronlock import logs
 from cronlock.app import Cronlock
-from cronlock.errors import ConfigError, ServingError
+from cronlock.errors import CronlockError
 from cronlock.loading import load
 
 CONNECTIONS_TIMEOUT = 5
-"""Seconds that connections have to close after the drain."""
-THREADS_TIMEOUT = 1.0
+"""Seconds that open connections have after the drain."""
 
 log = logging.getLogger("cronlock.serving")
 
 
-def serve(app: str, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve the `Cronlock` that `app` ("module:attribute") names, until a signal; log to stderr.
+class CannotListen(CronlockError):
+    """The address and port are not to be had; the message says why."""
 
-    Raises `ConfigError` for an app or a setting that is wrong, `ServingError` if the port cannot be had, and
+
+def serve(app: str, host: str = "127.0.0.1", port: int = 8000, *, ended: Callable[[], None] = lambda: None) -> None:
+    """Serve the `Cronlock` that `app` ("module:attribute") names, until a signal; log lines go to stderr.
+
+    `ended`: see `run`.
+    Raises `ConfigError` for an app or a setting that is wrong, `CannotListen` if the port cannot be had, and
     `RegistrationError` if the locks of two tasks have one key.
     """
     cron = load(app)
@@ -47,17 +52,18 @@ def serve(app: str, host: str = "127.0.0.1", port: int = 8000) -> None:
     def started() -> None:
         log.info("serving %s on %s", app, url(listener), extra={"event": "server.started"})
 
-    run(cron, listener, started)
+    run(cron, listener, started, ended)
+    log.info("stopped", extra={"event": "server.stopped"})
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises `ServingError` that says why there is none."""
+    """A listening socket; raises `CannotListen`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ServingError(f"cannot listen on {host} port {port}: {reason}") from None
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise CannotListen(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None
 
 
 def url(listener: socket.socket) -> str:
@@ -67,40 +73,112 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(cron: Cronlock, listener: socket.socket, started: Callable[[], None] = lambda: None) -> None:
-    """Serve on `listener` until a signal; `started` is called when calls are answered."""
-    config = uvicorn.Config(
-        cron.app(),
-        http="httptools",
-        lifespan="off",  # held here, around the server, so that its end can be bounded
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=CONNECTIONS_TIMEOUT,
-    )
-    server = Server(config, cron, started)
+def run(
+    cron: Cronlock,
+    listener: socket.socket,
+    started: Callable[[], None] = lambda: None,
+    ended: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve on `listener` until a signal.
+
+    `started` is called in the event loop once calls are answered, `ended` when every run has ended and is
+    recorded; what follows waits some seconds for code that does not return. Raises `ConfigError` without a usable
+    CRON_SECRET, and what `Cronlock.lifespan` raises.
+    """
+    server = Server(cron, started, ended)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(server.live(listener))
-        leave_if_threads_stay()
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop, where there is one."""
+    """uvloop's, where there is one."""
     try:
         import uvloop
     except ImportError:
         return None
-    return uvloop.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
-def leave_if_threads_stay() -> None:
-    """End the process here if a thread does not: the interpreter would wait for it without a limit."""
-    asyncio_threads, until = others(), time.monotonic() + THREADS_TIMEOUT
-    return None
+@asynccontextmanager
+async def unbound_threads() -> AsyncIterator[None]:
+    """Let the event loop end although `asyncio.to_thread` runs something that never returns.
+
+    It would wait for its executor without a limit, so in the end it is handed one that has nothing to do.
+    """
+    loop = asyncio.get_running_loop()
+    executor = ThreadPoolExecutor(thread_name_prefix="cronlock-asyncio")
+    loop.set_default_executor(executor)
+    try:
+        yield
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        loop.set_default_executor(ThreadPoolExecutor(1))
+
+
+def end_process(code: int = 0, within: float = 2.0) -> None:
+    """Make sure that this process ends `within` seconds from now, although the code of a task never returns.
+
+    For commands; the interpreter itself would wait for such a thread for ever.
+    """
+
+    def end() -> None:
+        time.sleep(within)
+        log.warning("the code of a task has not returned; ending without it", extra={"event": "server.code_left"})
+        os._exit(code)
+
+    threading.Thread(target=end, name="cronlock-end", daemon=True).start()
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with another end."""
+    """uvicorn's server with the end that is described above."""
 
-    def __init__(self, config: uvicorn.Config, cron: Cronlock, started: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, cron: Cronlock, started: Callable[[], None], ended: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                cron.app(),
+                lifespan="off",  # held by `live`, so that its end is bounded
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=CONNECTIONS_TIMEOUT,
+            )
+        )
+        self._cron = cron
+        self._started = started
+        self._ended = ended
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._endings: list[asyncio.Task[None]] = []
+
+    async def live(self, listener: socket.socket) -> None:
+        """Open the Cronlock, serve, drain, close."""
+        self._loop = asyncio.get_running_loop()
+        async with unbound_threads(), self._cron.lifespan():
+            await self.serve(sockets=[listener])
+            self._ended()
+            await self._cron.close(0)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig == signal.SIGINT and multiprocessing.parent_process() is not None:
+            return  # Ctrl-C reaches the whole process group; the reloader passes on what it means by SIGTERM
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
+
+    def _end(self, sig: str) -> None:
+        log.info("%s: draining", sig, extra={"event": "server.draining", "signal": sig})
+        if len(self._endings) >= 2:
+            self.should_exit = self.force_exit = True
+            return
+        seconds = 0.0 if self._endings else None
+        self._endings.append(asyncio.get_running_loop().create_task(self._drain(seconds)))
+
+    async def _drain(self, seconds: float | None) -> None:
+        try:
+            await self._cron.drain(seconds)
+        finally:
+            self.should_exit = True

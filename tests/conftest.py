@@ -18,9 +18,14 @@ from psycopg.conninfo import make_conninfo
 from cronlock import Cronlock
 from cronlock.embedded import Embedded
 from cronlock.migrate import migrate
+from tests import SECRET
 
-SECRET = "a-secret-for-the-tests-0123456789"
-SERVER_SETTINGS = {"max_connections": "200", "fsync": "off", "full_page_writes": "off"}
+SERVER_SETTINGS = {
+    "max_connections": "200",
+    "max_prepared_transactions": "10",
+    "fsync": "off",
+    "full_page_writes": "off",
+}
 numbers = count(1)
 
 

@@ -278,7 +278,8 @@ def test_only_the_right_password_opens_tcp_and_nothing_listens_beyond_loopback(s
             query(wrong, "select 1")
     assert query(server.url, "show listen_addresses") == "127.0.0.1"
     assert query(server.url, "select rolpassword like 'SCRAM-SHA-256%' from pg_authid where oid = 10") is True
-    assert (server.directory / "password").stat().st_mode & 0o777 == 0o600
+    for secret in ("password", "server.log"):
+        assert (server.directory / secret).stat().st_mode & 0o777 == 0o600
     assert server.socket_directory.stat().st_mode & 0o777 == 0o700
 
 
@@ -304,6 +305,28 @@ def test_second_start_of_a_directory_shares_the_server(server: Embedded) -> None
     assert (other.is_shared, other.url) == (False, server.url)
     assert answer(other.url) == 42
     other.stop()
+
+
+def test_of_two_first_starts_at_once_one_makes_it_and_the_other_shares(directory: Path) -> None:
+    other = program(
+        """
+        with Embedded(Path(arguments[0]), settings={"fsync": "off"}) as server:
+            print(json.dumps({"url": server.url, "is_shared": server.is_shared}), flush=True)
+            sys.stdin.read()
+        """,
+        directory,
+    )
+    with Embedded(directory, settings=QUICK) as server:
+        report = reported(other)
+        assert report["url"] == server.url
+        assert {report["is_shared"], server.is_shared} == {True, False}
+        assert query(server.url, "select 1") == 1
+        finish(other)
+    assert other.returncode == 0
+
+
+def test_interrupt_from_the_terminal_does_not_reach_the_server(server: Embedded) -> None:
+    assert os.getpgid(server.pid) == server.pid != os.getpgid(0)
 
 
 def test_server_started_by_another_thread_survives_that_thread(made: Path) -> None:
@@ -438,18 +461,14 @@ def test_only_a_directory_of_ours_is_usable(directory: Path) -> None:
         assert not is_usable(directory / "new", account)
 
 
-def test_default_directory_is_named_after_the_major_version(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_directory_is_named_after_the_major_version(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory.chmod(0o711)
     monkeypatch.setenv("XDG_DATA_HOME", str(directory))
     assert default_directory().parent == directory.resolve() / "cronlock"
     assert default_directory().name.removeprefix("postgres-").isdigit()
 
 
-def test_wrong_binaries_and_none_at_all_are_explained(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_binaries_and_none_at_all_are_explained(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CRONLOCK_PG_BIN", str(directory))
     with pytest.raises(EmbeddedError, match=r"CRONLOCK_PG_BIN=.*no programs"):
         find_binaries()

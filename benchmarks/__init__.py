@@ -1,0 +1,1 @@
+"""How fast cronlock is, against its peers, measured in the same run: `./run bench`."""

@@ -1,0 +1,105 @@
+"""The server under test: one cronlock process that also has the routes of its peers.
+
+Every route of a peer stands before `/cron/{task}` in the route list, so what the order costs, cronlock pays.
+All of them authenticate with the same object and answer through the same code.
+"""
+
+import itertools
+import logging
+import os
+import sys
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from benchmarks import names
+from benchmarks.peers import Article, Bare, Nothing, Peer, Redis, SharedRedis
+from cronlock import Cronlock, Run, serving
+from cronlock.web.auth import Bearer
+
+numbers = itertools.count(names.FIRST_RUN_ID)
+
+
+class Counted:
+    """Counts the answers of the whole application, given to the end whether or not their client still waits."""
+
+    answers = 0
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+        Counted.answers += 1
+
+
+async def answered(_: Request) -> Response:
+    """How many answers were given before this one."""
+    return JSONResponse(Counted.answers)
+
+
+async def logging_level(request: Request) -> Response:
+    """Set the level of cronlock's log."""
+    logging.getLogger("cronlock").setLevel(request.path_params["level"])
+    return Response(status_code=204)
+
+
+class Measured(Cronlock):
+    """A Cronlock whose application also has the routes of its peers."""
+
+    def app(self) -> Starlette:
+        app = super().app()
+        bearer = Bearer(self.settings.require_secrets())
+        holder_pid = int(os.environ[names.HOLDER_PID])
+        peers: dict[str, Peer] = {
+            "auth": Nothing(bearer, numbers, holder_pid),
+            "article": Article(bearer, numbers, holder_pid, self.settings),
+            "article-one": Article(bearer, numbers, holder_pid, self.settings, has_statement=True),
+        }
+        if url := os.environ.get(names.REDIS_URL):
+            peers["redis"] = Redis(bearer, numbers, holder_pid, url)
+            peers["redis-shared"] = SharedRedis(bearer, numbers, holder_pid, url)
+        bare = Bare(self.settings)
+        app.router.routes[:0] = [Route(f"/{name}/{{task:path}}", peer) for name, peer in peers.items()]
+        app.router.routes += [
+            Route("/-/answers", answered),
+            Route("/-/logging/{level}", logging_level),
+            Route("/-/bare/{what}/{seconds:float}", bare),
+        ]
+        app.add_middleware(Counted)
+        return app
+
+
+def add_tasks(cron: Cronlock) -> Cronlock:
+    """Register tasks whose lock is held elsewhere, empty ones, and ones with one statement."""
+
+    async def empty(run: Run) -> None:
+        pass
+
+    async def one_statement(run: Run) -> None:
+        await run.connection.execute(names.STATEMENT)
+
+    for name in names.HELD + names.EMPTY:
+        cron.task(name)(empty)
+    for name in names.ONE_STATEMENT:
+        cron.task(name)(one_statement)
+    return cron
+
+
+def make() -> Cronlock:
+    """The Cronlock that is served; its settings come from the environment."""
+    return add_tasks(Measured())
+
+
+def main() -> None:
+    """Serve on the port that the first argument names, on one core if the environment says which."""
+    if core := os.environ.get(names.SERVER_CORE):
+        os.sched_setaffinity(0, {int(core)})
+    serving.serve("benchmarks.app:make", port=int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m cronlock` is `cronlock`."""
+
+from cronlock.cli import main
+
+main()

@@ -1,0 +1,119 @@
+"""What the commands print: data on stdout, as a table or as one JSON document; words on stderr.
+
+On a terminal a table has colours (unless NO_COLOR is set) and relative times; elsewhere neither, but ISO times in UTC.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+STYLES = {
+    "completed": "green",
+    "running": "cyan",
+    "failed": "red",
+    "timed_out": "red",
+    "lost": "red",
+    "cancelled": "yellow",
+    "skipped": "yellow",
+}
+
+
+def note(message: str) -> None:
+    """A line on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def document(value: Any) -> None:
+    """Print one JSON document; names are written in camelCase."""
+    print(json.dumps(camel(value), ensure_ascii=False, default=plain, indent=2 if sys.stdout.isatty() else None))
+
+
+def camel(value: Any) -> Any:
+    """A value with every snake_case name of its mappings in camelCase."""
+    if isinstance(value, Mapping):
+        return {camel_name(name): camel(item) for name, item in value.items()}
+    return [camel(item) for item in value] if isinstance(value, list) else value
+
+
+def camel_name(name: str) -> str:
+    """runId from run_id."""
+    first, *more = name.split("_")
+    return first + "".join(part.capitalize() for part in more)
+
+
+def plain(value: Any) -> Any:
+    """What JSON has no word for."""
+    if isinstance(value, datetime):
+        return iso(value)
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, UUID):
+        return str(value)
+    raise TypeError(f"no JSON for {type(value).__name__}")
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Print a table; a cell is text, a number, a moment or None."""
+    titles = [title.upper() for title in columns]
+    if sys.stdout.isatty():
+        coloured(titles, rows)
+        return
+    lines = [titles, *([cell(value) for value in row] for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(titles))]
+    for line in lines:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def coloured(titles: list[str], rows: Iterable[Iterable[Any]]) -> None:
+    """The table for a terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(*titles, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for row in rows:
+        drawn.add_row(*(Text(text := cell(value), style=STYLES.get(text, "")) for value in row))
+    Console(highlight=False).print(drawn)
+
+
+def facts(row: Mapping[str, Any]) -> None:
+    """Print one row as lines of name and value; what is None is left out, long text goes below its name."""
+    known = {name: value for name, value in row.items() if value is not None}
+    width = max(map(len, known), default=0)
+    for name, value in known.items():
+        text = iso(value) if isinstance(value, datetime) else cell(value, is_short=False)
+        if "\n" in text:
+            text = "\n  " + text.rstrip().replace("\n", "\n  ")
+        print(f"{name.ljust(width)}  {text}")
+
+
+def cell(value: Any, *, is_short: bool = True) -> str:
+    """A value as text without control characters, of which a terminal could be a victim; short: in one line."""
+    if value is None:
+        return "-"
+    if isinstance(value, datetime):
+        return when(value)
+    text = str(value)
+    if is_short:
+        text = " ".join(text.split())
+        text = text if len(text) <= 100 else f"{text[:99]}…"
+    return "".join(each if each.isprintable() or each == "\n" else f"\\x{ord(each):02x}" for each in text)
+
+
+def when(moment: datetime) -> str:
+    """How long ago, on a terminal; else ISO 8601, UTC."""
+    from cronlock.explain import span
+
+    if not sys.stdout.isatty():
+        return iso(moment)
+    elapsed = (datetime.now(UTC) - moment).total_seconds()
+    return f"{span(max(0.0, elapsed) * 1000)} ago"
+
+
+def iso(moment: datetime) -> str:
+    """ISO 8601 to the millisecond, in UTC."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,101 @@
+"""`cronlock run`."""
+
+import asyncio
+import json
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cronlock.cli import connecting, exits
+from cronlock.cli.options import App, require_app
+
+if TYPE_CHECKING:
+    from cronlock.app import Cronlock
+    from cronlock.outcome import Outcome
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(
+    app: App = None,
+    task: Annotated[str | None, typer.Argument(metavar="TASK", help="The task's name.", show_default=False)] = None,
+    payload: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="The payload, a JSON object; - reads it from stdin.", show_default=False),
+    ] = None,
+    fails_on_skip: Annotated[
+        bool, typer.Option("--fail-on-skip", help="Exit with 6 if it was skipped (0 otherwise).")
+    ] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="Print it in one line on a terminal, too.")] = False,
+) -> None:
+    """Run a task now, in this process, under its lock; prints what a call of its URL would be answered.
+
+    A task that runs elsewhere is not run again: the answer is then `skipped`. Ctrl-C cancels the run and records that.
+
+    Examples: `cronlock run main:cron sync-inventory` ·
+    `echo '{"pace": 0}' | cronlock run main:cron sync-inventory --payload -`
+    """
+    if task is None:  # one argument: the task of the app that CRONLOCK_APP names
+        app, task = None, app
+    if task is None:
+        raise typer.BadParameter("name the app and the task, such as: cronlock run main:cron sync-inventory")
+    reference = require_app(app)
+    from cronlock import jsontext, logs, serving
+    from cronlock.loading import load
+    from cronlock.web import answers
+
+    text = sys.stdin.buffer.read() if payload == "-" else (payload or "").encode()
+    cron = load(reference)
+    cron.tasks.get(task)
+    given = jsontext.parse_object(text)
+    logs.configure("text" if sys.stderr.isatty() else cron.settings.log_format, cron.settings.scrub)
+    with asyncio.Runner() as runner:
+        outcome, is_interrupted = runner.run(call(cron, task, given))
+    body = json.loads(answers.of(outcome, 200).body)
+    print(json.dumps(body, ensure_ascii=False, indent=2 if sys.stdout.isatty() and not is_json else None), flush=True)
+    code = code_of(outcome, fails_on_skip, is_interrupted)
+    serving.end_process(code)
+    raise typer.Exit(code)
+
+
+async def call(cron: "Cronlock", name: str, payload: dict[str, Any]) -> tuple["Outcome", bool]:
+    """Run the task; the outcome, and whether a signal asked for its end. Raises `CancelledError` if none began."""
+    from cronlock.execution import Stop
+    from cronlock.serving import unbound_threads
+
+    task = cron.tasks.get(name)
+    by = connecting.operator()
+    async with unbound_threads():
+        process = await cron.open()
+        calling = asyncio.ensure_future(cron.start_call(task, task.validate(payload), trigger="manual", caller=by))
+        asked: list[signal.Signals] = []
+
+        def stop(sig: signal.Signals) -> None:
+            if asked or not process.runner.active:
+                calling.cancel()
+            for execution in process.runner.active:
+                execution.ask_to_stop(Stop("cancelled", f"{sig.name} was sent to it by {by}"))
+            asked.append(sig)
+
+        for sig in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(sig, stop, sig)
+        try:
+            return await calling, bool(asked)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        finally:
+            await cron.close(0)
+
+
+def code_of(outcome: "Outcome", fails_on_skip: bool, is_interrupted: bool) -> int:
+    """The exit code of an outcome."""
+    match outcome.status:
+        case "completed":
+            return exits.OK
+        case "skipped":
+            return exits.SKIPPED if fails_on_skip else exits.OK
+        case "cancelled" if is_interrupted:
+            return exits.INTERRUPTED
+    return exits.FAILED

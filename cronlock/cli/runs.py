@@ -1,0 +1,176 @@
+"""`cronlock runs list | show | cancel`."""
+
+import json
+import time
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from cronlock.cli import connecting, exits, output
+from cronlock.cli.options import Json, duration
+
+if TYPE_CHECKING:
+    from cronlock.stats import Connection
+
+CANCEL_WAIT = 5.0
+TERMINATE_WAIT = 5.0
+POLL = 0.1
+COLUMNS = ("run", "task", "status", "started", "took", "caller", "host", "what")
+STATUSES = ("running", "completed", "failed", "timed_out", "cancelled", "lost", "skipped")
+
+Id = Annotated[int, typer.Argument(metavar="ID", help="The run's number.", min=1, show_default=False)]
+
+app = typer.Typer(no_args_is_help=True, help="List the runs, look at one, cancel one.")
+
+
+@app.command("list")
+def list_runs(
+    task: Annotated[
+        str | None, typer.Option("--task", "-t", metavar="TASK", help="Only of this task.", show_default=False)
+    ] = None,
+    status: Annotated[
+        str | None,
+        typer.Option("--status", "-s", metavar="STATUS", help=f"Only {', '.join(STATUSES)}.", show_default=False),
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="Only those that started in the last 30m, 24h, 7d.", show_default=False),
+    ] = None,
+    before: Annotated[
+        int | None, typer.Option(metavar="ID", help="Only those older than this run.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="How many at most.")] = 50,
+    is_json: Json = False,
+) -> None:
+    """List the runs, newest first; skipped calls are runs too.
+
+    Examples: `cronlock runs list --task sync-inventory --since 24h` · `cronlock runs list -s failed -n 10 --json`
+    """
+    if status is not None and status not in STATUSES:
+        raise typer.BadParameter(f"{status!r} is none of {', '.join(STATUSES)}", param_hint="--status")
+    span_since = duration(since, "--since") if since is not None else None
+    settings = connecting.settings()
+    from cronlock import stats
+    from cronlock.explain import span
+
+    with connecting.connect(settings) as connection:
+        schema = settings.schema_name
+        rows = stats.runs(connection, schema, task=task, status=status, since=span_since, before=before, limit=limit)
+        if not rows and task is not None and task not in (known := stats.task_names(connection, schema)):
+            output.note(f"there is no task {task!r} in this database; known: {', '.join(known) or 'none'}")
+    if is_json:
+        output.document({"runs": rows})
+        return
+    output.table(
+        COLUMNS,
+        [
+            (
+                row["run_id"],
+                row["task"],
+                row["status"],
+                row["started_at"],
+                span(row["duration_ms"]),
+                row["caller"],
+                row["host"],
+                what(row),
+            )
+            for row in rows
+        ],
+    )
+    if len(rows) == limit:
+        output.note(f"older ones: add --before {rows[-1]['run_id']}")
+
+
+def what(row: dict[str, Any]) -> str | None:
+    """The one thing to know of a run that did not complete."""
+    if row["status"] == "skipped":
+        return f"{row['reason']} (run {row['blocked_by']})" if row["blocked_by"] else str(row["reason"])
+    return f"{row['error_type']}: {row['error_message']}" if row["error_type"] else None
+
+
+@app.command("show")
+def show(run_id: Id, is_json: Json = False) -> None:
+    """Show everything about a run, and in one sentence how it ended and why.
+
+    Example: `cronlock runs show 41`
+    """
+    settings = connecting.settings()
+    from cronlock import stats
+    from cronlock.explain import explain, span
+
+    with connecting.connect(settings) as connection:
+        row = stats.run(connection, settings.schema_name, run_id) or missing(run_id)
+    explained = explain(row)
+    holder = {name.removeprefix("blocker_"): row.pop(name) for name in list(row) if name.startswith("blocker_")}
+    row = {name: value for name, value in row.items() if name != "id"}
+    if is_json:
+        row["result"] = None if row["result"] is None else json.loads(row["result"])
+        output.document({**row, "holder": holder if holder["task"] else None, "explanation": explained})
+        return
+    print(explained)
+    print()
+    output.facts({**row, "duration_ms": None, "took": span(row["duration_ms"])})
+
+
+@app.command("cancel")
+def cancel(
+    run_id: Id,
+    terminates: Annotated[
+        bool,
+        typer.Option(
+            "--terminate",
+            help="If its code has not stopped after 5 seconds, end its database connection, and with it the lock.",
+        ),
+    ] = False,
+    is_json: Json = False,
+) -> None:
+    """Cancel a run: its process stops it within a second, and rolls back what it wrote.
+
+    Waits 5 seconds and says what became of it; exits with 1 if it still runs.
+
+    Example: `cronlock runs cancel 41`
+    """
+    settings = connecting.settings()
+    from cronlock import stats, steering
+    from cronlock.explain import explain
+
+    schema = settings.schema_name
+    with connecting.connect(settings) as connection:
+        was_running = steering.cancel(connection, schema, run_id, by=connecting.operator())
+        row = wait(connection, schema, run_id, CANCEL_WAIT) if was_running else stats.run(connection, schema, run_id)
+        if row is not None and row["status"] == "running" and terminates:
+            if steering.terminate(connection, schema, run_id):
+                output.note("its code has not stopped; ended its database connection")
+            row = wait(connection, schema, run_id, TERMINATE_WAIT)
+            if row["status"] == "running":
+                steering.recover(connection, schema)
+                row = wait(connection, schema, run_id, 0)
+        if row is None:
+            missing(run_id)
+    explained = explain(row)
+    if is_json:
+        output.document({"run_id": run_id, "status": row["status"], "explanation": explained})
+    else:
+        print(f"run {run_id} {'had already ended, ' if not was_running else ''}{explained}")
+    if row["status"] == "running":
+        advice = "end its connection with --terminate" if not terminates else "end its process"
+        exits.stop(exits.FAILED, f"run {run_id} still holds its lock; {advice}, or wait")
+    if row["status"] != "cancelled" and not (terminates and row["status"] == "lost"):
+        raise typer.Exit(exits.FAILED)
+
+
+def wait(connection: "Connection", schema: str, run_id: int, seconds: float) -> dict[str, Any]:
+    """The run as it is when it has ended, or after `seconds`."""
+    from cronlock import stats
+
+    until = time.monotonic() + seconds
+    while True:
+        row = stats.run(connection, schema, run_id) or missing(run_id)
+        if row["status"] != "running" or time.monotonic() >= until:
+            return row
+        time.sleep(POLL)
+
+
+def missing(run_id: int) -> NoReturn:
+    """End with 3."""
+    exits.stop(exits.NOT_FOUND, f"there is no run {run_id}; see: cronlock runs list")

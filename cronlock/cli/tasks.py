@@ -1,0 +1,86 @@
+"""`cronlock tasks`."""
+
+from typing import Any
+
+from cronlock.cli import connecting, output
+from cronlock.cli.options import App, Json, app_of
+
+COLUMNS = ("task", "schedule", "paused", "last status", "last run", "p50", "p95", "skip rate")
+
+
+def tasks(app: App = None, is_json: Json = False) -> None:
+    """Show the tasks: schedule, whether paused, last run, usual durations, rate of skipped calls.
+
+    Without APP, those that servers have registered in the database. With APP, those that it registers, beside the
+    others; they are shown also if the database cannot be reached.
+
+    Examples: `cronlock tasks` · `cronlock tasks main:cron --json`
+    """
+    reference = app_of(app)
+    rows = known() if reference is None else merged(reference)
+    if is_json:
+        output.document({"tasks": rows})
+        return
+    output.table(COLUMNS, map(cells, rows))
+    if not rows:
+        output.note("no task is known here yet: name your app, or start a server with it")
+
+
+def known() -> list[dict[str, Any]]:
+    """The tasks of the database."""
+    settings = connecting.settings()
+    from cronlock import stats
+
+    with connecting.connect(settings) as connection:
+        return stats.tasks(connection, settings.schema_name)
+
+
+def merged(reference: str) -> list[dict[str, Any]]:
+    """The tasks of the app with what the database knows of them, then the others of the database."""
+    from cronlock import stats
+    from cronlock.errors import Unavailable
+    from cronlock.loading import load
+
+    cron = load(reference)
+    rows: dict[str, dict[str, Any]] = {}
+    try:
+        with connecting.connect(cron.settings) as connection:
+            rows = {row["task"]: row for row in stats.tasks(connection, cron.settings.schema_name)}
+    except Unavailable as error:
+        output.note(f"cronlock: only what the app says is shown; {error}")
+    registered = {
+        task.name: {
+            **rows.get(task.name, {}),
+            "task": task.name,
+            "schedule": task.schedule,
+            "timezone": task.timezone if task.schedule else None,
+            "mode": task.mode,
+            "lock_name": task.lock.name,
+            "timeout_ms": int(task.timeout.total_seconds() * 1000),
+            "is_registered": True,
+        }
+        for task in cron.tasks
+    }
+    others = [{**row, "is_registered": False} for name, row in rows.items() if name not in registered]
+    return [*(registered[name] for name in sorted(registered)), *others]
+
+
+def cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    """A row of the table."""
+    from cronlock.explain import span
+
+    paused = None
+    if row.get("paused_at") is not None:
+        paused = f"by {row['paused_by'] or '?'}" + (f": {row['paused_reason']}" if row["paused_reason"] else "")
+    zone = row.get("timezone")
+    skip_rate = row.get("skip_rate")
+    return (
+        row["task"],
+        f"{row['schedule']}{f' {zone}' if zone and zone != 'UTC' else ''}" if row["schedule"] else None,
+        paused,
+        row.get("last_status"),
+        row.get("last_started_at"),
+        span(row.get("p50_ms")),
+        span(row.get("p95_ms")),
+        None if skip_rate is None else f"{skip_rate:.1%}",
+    )
