@@ -2,14 +2,14 @@
 
 import argparse
 import asyncio
-import os
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
+import psycopg
+
 from benchmarks import machine, sameness, table, trips
-from benchmarks.arms import ARMS, Wrong
+from benchmarks.arms import ARMS, DISK, Arm, Wrong
 from benchmarks.rig import Rig
 from benchmarks.rows import GROUPS, ROWS, TRIPS, Round, Row
 
@@ -25,8 +25,8 @@ def main() -> int:
     try:
         with Rig(has_redis=any(row.needs_redis for row in rows)) as rig:
             sameness.check(rig)
+            counts = count(rig) if given.only in (None, TRIPS) else []
             rounds = measure(rig, rows, given.rounds, given.seconds)
-            counts = asyncio.run(trips.count(rig.url)) if given.only in (None, TRIPS) else []
             compared = [row.compare(rounds) for row in rows]
             report = table.render(
                 rig,
@@ -84,29 +84,37 @@ def find_missing(rows: list[Row]) -> dict[Row, str]:
     return found
 
 
+def count(rig: Rig) -> list[trips.Count] | str:
+    """Round trips and commits, or why they cannot be counted here."""
+    show("counting round trips and commits")
+    try:
+        return asyncio.run(trips.count(rig.url))
+    except psycopg.Error as error:
+        return f"pg_walinspect cannot be used ({str(error).splitlines()[0]})"
+
+
 def measure(rig: Rig, rows: list[Row], times: int, seconds: int) -> list[Round]:
     """Warm up, then take every reading that the rows need, `times` rounds of them in turn."""
-    needed = {name for row in rows for name in row.arms}
+    if not rows:
+        return []
+    needed = {DISK, *(name for row in rows for name in row.arms)}
     arms = {name: arm for name, arm in ARMS.items() if name in needed}
-    rounds: list[Round] = []
-    for number in range(times + 1 if arms else 0):
-        found = {}
-        for name, arm in arms.items():
-            show(f"{'warming up' if number == 0 else f'round {number} of {times}'}: {name}")
-            found[name] = arm.read(rig, 1 if number == 0 else seconds)
-        if number > 0:
-            rounds.append(found)
-    show("")
-    return rounds
+    take(rig, arms, 1, "warming up")
+    return [take(rig, arms, seconds, f"round {number + 1} of {times}") for number in range(times)]
+
+
+def take(rig: Rig, arms: dict[str, Arm], seconds: int, what: str) -> Round:
+    """One round."""
+    found = {}
+    for name, arm in arms.items():
+        show(f"{what}: {name}")
+        found[name] = arm.read(rig, seconds)
+    return found
 
 
 def show(text: str) -> None:
-    """One line about what is done now, for whoever watches."""
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r{text[:width]:{width}}", end="\r" if not text else "", file=sys.stderr, flush=True)
-    elif text and os.environ.get("BENCHMARK_VERBOSE"):
-        print(text, file=sys.stderr, flush=True)
+    """One line on stderr about what is done now."""
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -24,21 +24,23 @@ numbers = itertools.count(names.FIRST_RUN_ID)
 
 
 class Counted:
-    """Counts the answers of the whole application, given to the end whether or not their client still waits."""
+    """Counts the calls and the answers of the whole application, whether or not their client still waits."""
 
+    calls = 0
     answers = 0
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        Counted.calls += 1
         await self._app(scope, receive, send)
         Counted.answers += 1
 
 
 async def answered(_: Request) -> Response:
-    """How many answers were given before this one."""
-    return JSONResponse(Counted.answers)
+    """How many answers were given before this one, and how many calls are still without."""
+    return JSONResponse([Counted.answers, Counted.calls - Counted.answers - 1])
 
 
 async def logging_level(request: Request) -> Response:

@@ -6,6 +6,7 @@ from statistics import median
 
 from benchmarks import names
 from benchmarks.load import Load, burst, idle
+from benchmarks.machine import sync_ms
 from benchmarks.rig import Rig
 
 LIMIT_OF_WRK = 0.8
@@ -48,7 +49,7 @@ class Storm:
             answered, newest, cpu = rig.answers(), rig.newest_run(), rig.cpu_seconds()
             load = burst(rig.port, self.route, self.tasks, round(seconds), is_own=self.is_own)
             cpu = rig.cpu_seconds() - cpu
-            answers = rig.answers() - answered - 2
+            answers = rig.answers() - answered
             written = rig.written_since(newest)
         finally:
             if not self.is_logging:
@@ -90,10 +91,21 @@ class Bare:
         return Reading(median(json.loads(rig.get(f"/-/bare/{self.what}/{seconds}")[1])))
 
 
-Arm = Storm | Idle | Bare
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """How long it takes to make 8 KiB durable beside the database; what every commit waits for."""
 
+    def read(self, rig: Rig, seconds: float) -> Reading:
+        """The median of a few times."""
+        return Reading(sync_ms(rig.directory))
+
+
+Arm = Storm | Idle | Bare | Disk
+
+DISK = "disk"
 ONE = names.HELD[:1]
 ARMS: dict[str, Arm] = {
+    DISK: Disk(),
     "nothing, 1 lock": Storm("auth", ONE),
     "skip, 1 lock": Storm("cron", ONE, "skipped"),
     "skip, 1 lock, no log": Storm("cron", ONE, "skipped", is_logging=False),

@@ -101,7 +101,7 @@ class Client:
 
 def idle(port: int, path: str, seconds: float) -> list[float]:
     """The milliseconds of each call, one after another over one connection, until `seconds` are over."""
-    taken = []
+    taken: list[float] = []
     with Client(port) as client:
         client.get(path)
         until = time.monotonic() + seconds

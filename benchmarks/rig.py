@@ -1,5 +1,6 @@
 """Everything that runs during a benchmark: PostgreSQL, Redis, the process that holds the locks, the server."""
 
+import json
 import os
 import shutil
 import socket
@@ -41,7 +42,8 @@ class Rig:
         self.is_embedded = not os.environ.get("DATABASE_URL")
         self.url = ""
         self.port = free_port()
-        self.sync_ms = 0.0
+        self.load_before = os.getloadavg()[0]
+        self._questions = 0
         self._stack = ExitStack()
         self._server: subprocess.Popen[bytes] | None = None
 
@@ -61,10 +63,9 @@ class Rig:
             before = os.sched_getaffinity(0)
             os.sched_setaffinity(0, self.other_cores)  # what is started from here on inherits it
             stack.callback(os.sched_setaffinity, 0, before)
-        directory = Path(tempfile.mkdtemp(prefix="cronlock-benchmarks-"))
+        self.directory = directory = Path(tempfile.mkdtemp(prefix="cronlock-benchmarks-"))
         stack.callback(shutil.rmtree, directory)
         directory.chmod(0o755)  # root's PostgreSQL runs as another user, who must get through
-        self.sync_ms = machine.sync_ms(directory)
         self.url = stack.enter_context(database(directory))
         migrate(self.url, "cronlock")
         self.connection = stack.enter_context(psycopg.connect(self.url, autocommit=True))
@@ -116,14 +117,13 @@ class Rig:
         return machine.cpu_seconds(self._server.pid)
 
     def answers(self) -> int:
-        """How many answers the server has given, once it gives no more; the question itself counts from then on."""
-        before = int(self.get("/-/answers")[1])
+        """How many answers the server has given, once none is due; those to this question are not counted."""
         while True:
-            time.sleep(0.05)
-            now = int(self.get("/-/answers")[1])
-            if now == before + 1:
-                return now + 1
-            before = now
+            given, due = json.loads(self.get("/-/answers")[1])
+            given, self._questions = given - self._questions, self._questions + 1
+            if not due:
+                return int(given)
+            time.sleep(0.02)
 
     def newest_run(self) -> int:
         """The highest id in the table of runs."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import machine, names
-from benchmarks.arms import ARMS, Storm
+from benchmarks.arms import ARMS, DISK, Storm
 from benchmarks.rig import Rig
 from benchmarks.rows import Compared, Round, Row
 from benchmarks.trips import Count
@@ -13,6 +13,8 @@ from benchmarks.trips import Count
 BEGIN = "<!-- benchmarks: what follows is written by `./run bench --write` -->"
 END = "<!-- benchmarks: end -->"
 SHORT = "**Short form: not a measurement.**"
+
+LABELS = {DISK: "8 KiB made durable on the disk"}
 
 HEAD = (
     "| what | cronlock | against | its figure | ratio, median [min-max] | to reach | reached |\n"
@@ -25,7 +27,7 @@ def render(
     rounds: list[Round],
     compared: list[Compared],
     missing: dict[Row, str],
-    counts: list[Count],
+    counts: list[Count] | str,
     *,
     command: str,
     seconds: int,
@@ -33,13 +35,13 @@ def render(
 ) -> str:
     """The whole report."""
     parts = [SHORT] if is_short else []
-    parts += [_conditions(rig, len(rounds), seconds, command)]
+    parts.append(_conditions(rig, len(rounds), seconds, command) if rounds else f"Counted with `{command}`.")
     if compared or missing or counts:
         lines = [
             HEAD,
             *map(_row, compared),
             *(_missing(row, why) for row, why in missing.items()),
-            *map(_count, counts),
+            *(_count(found) for found in counts),
         ]
         parts.append("\n".join(lines))
     if rounds:
@@ -73,12 +75,16 @@ def _missing(row: Row, why: str) -> str:
     return f"| {row.what} | | {row.against} | not measured: {why} | | {row.target or '-'} | - |"
 
 
+def _uncounted(why: str) -> str:
+    return f"| round trips and commits that wrote | | | not measured: {why} | | - | - |"
+
+
 def _count(found: Count) -> str:
     most = f"{found.most_trips} and {found.most_commits}"
     reached = "yes" if found.is_reached else "**no**"
     return (
         f"| round trips and commits that wrote, of {found.what} | {found.trips:g} and {found.commits:g} | "
-        f"counted on the wire, and by transaction ids | | at most {most} | "
+        f"counted on the wire and in the WAL | | at most {most} | "
         f"at most {found.trips_limit} and {found.commits_limit} | {reached} |"
     )
 
@@ -91,11 +97,12 @@ def _conditions(rig: Rig, rounds: int, seconds: int, command: str) -> str:
         rest = "PostgreSQL, Redis and wrk" if rig.is_embedded else "Redis and wrk"
         cores = f"the server is pinned to core {rig.server_core}, {rest} to core {others}"
     return (
-        f"Measured on {datetime.now(UTC):%Y-%m-%d} with `{command}`: {rounds} rounds of {seconds} s for each reading, in turn "
-        f"(A B C ... A B C ...) after one to warm up; medians, and ratios taken within a round. {names.CONNECTIONS} "
-        f"connections over HTTP on 127.0.0.1; {cores}. One `cronlock serve` process with every route; its "
-        f"log lines (JSON, one a call; peers write none) go to a file. Pool size {names.CONNECTIONS} for cronlock's runs, for the "
-        f"article's pattern and twice that for Redis; cronlock has two more connections for records."
+        f"Measured on {datetime.now(UTC):%Y-%m-%d} with `{command}`: {rounds} rounds of {seconds} s for each reading "
+        "in turn (A B C ... A B C ...) after one to warm up; medians, and ratios taken within a round. "
+        f"{names.CONNECTIONS} connections over HTTP on loopback; {cores}. One `cronlock serve` process has all routes; "
+        f"its log lines (JSON, one a call; peers write none) go to a file. Pools: {names.CONNECTIONS} connections for "
+        f"cronlock's runs and two for its records, {names.CONNECTIONS} for the article's pattern, up to "
+        f"{2 * names.CONNECTIONS} for Redis."
     )
 
 
@@ -107,8 +114,9 @@ def _proof(rounds: list[Round]) -> str:
     seen = sum(reading.load.requests for arm, reading in storms if arm.status and reading.load)
     busiest = max((reading.load.cpu for _, reading in storms if reading.load), default=0.0)
     return (
-        f"Rows counted after every burst: {rows:,} rows, {answers:,} answers given by the server for them; wrk saw {seen:,} of "
-        f"these (it leaves without up to {names.CONNECTIONS} a burst, whose rows are there). wrk used {busiest:.0%} of a core at most."
+        f"Rows counted after every burst: {rows:,} rows for {answers:,} answers that the server gave to these calls; "
+        f"wrk saw {seen:,} of them (it ends a burst without the last answers, {names.CONNECTIONS} at most, whose rows "
+        f"are there). wrk used {busiest:.0%} of a core at most."
     )
 
 
@@ -120,7 +128,7 @@ def _readings(rounds: list[Round]) -> str:
     for name in rounds[0]:
         found = [one[name] for one in rounds]
         unit = "/s" if isinstance(ARMS[name], Storm) else "ms"
-        cells = [name, _figure(median(reading.value for reading in found), unit)]
+        cells = [LABELS.get(name, name), _figure(median(reading.value for reading in found), unit)]
         loads = [reading.load for reading in found if reading.load is not None]
         if loads:
             cells += [
@@ -137,6 +145,6 @@ def _readings(rounds: list[Round]) -> str:
 
 def _machine(rig: Rig) -> str:
     return (
-        f"Machine: {machine.describe()}; 8 KiB made durable in {rig.sync_ms:.2f} ms (median).\n"
+        f"Machine: {machine.describe()}; load average before the start: {rig.load_before:.1f}.\n"
         f"{rig.postgres()}.\nVersions: {', '.join(machine.versions())}."
     )

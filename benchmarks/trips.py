@@ -110,11 +110,13 @@ class Proxy:
 async def count(url: str) -> list[Count]:
     """Calls of a task whose lock is held elsewhere, of an empty one, and of one with a statement of its own.
 
-    Commits are those of transactions that wrote: the transaction ids that the server has given out.
+    Commits are the commit records in the WAL; a transaction that wrote nothing leaves none. Raises
+    `psycopg.Error` where the extension pg_walinspect, which reads them, cannot be had.
     """
     async with Proxy(url).listen() as proxy:
         cron = add_tasks(Cronlock(database_url=proxy.url, secrets=names.SECRET, recover_interval="1h"))
         with psycopg.connect(url, autocommit=True) as observer:
+            observer.execute("CREATE EXTENSION IF NOT EXISTS pg_walinspect")
             async with cron:
                 return [
                     await _count(proxy, observer, cron, names.HELD[0], "a skip", 3, 1),
@@ -136,16 +138,30 @@ async def _count(
     trips, commits = [], []
     for _ in range(CALLS):
         await proxy.quiet()
-        before, transactions = proxy.round_trips, next_transaction(observer)
+        before, wal = proxy.round_trips, wal_end(observer)
         await cron.run(task)
         await proxy.quiet()
         trips.append(proxy.round_trips - before)
-        commits.append(next_transaction(observer) - transactions)
+        commits.append(commits_since(observer, wal))
     return Count(what, median(trips), max(trips), median(commits), max(commits), trips_limit, commits_limit)
 
 
-def next_transaction(observer: "psycopg.Connection[tuple[object, ...]]") -> int:
-    """The id that the next transaction that writes will be given."""
-    row = observer.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text").fetchone()
+def wal_end(observer: "psycopg.Connection[tuple[object, ...]]") -> str:
+    """Where the WAL ends that is durable now."""
+    row = observer.execute("SELECT pg_current_wal_flush_lsn()::text").fetchone()
+    assert row is not None
+    return str(row[0])
+
+
+def commits_since(observer: "psycopg.Connection[tuple[object, ...]]", before: str) -> int:
+    """The commit records in the WAL after a place in it."""
+    now = wal_end(observer)
+    if now == before:
+        return 0
+    row = observer.execute(
+        "SELECT count(*) FROM pg_get_wal_records_info(%s::pg_lsn, %s::pg_lsn)"
+        " WHERE resource_manager = 'Transaction' AND record_type LIKE 'COMMIT%%'",
+        (before, now),
+    ).fetchone()
     assert row is not None
     return int(str(row[0]))

@@ -243,6 +243,8 @@ class Database:
         # The end of a run must not wait for a slot of the pooler, all of which may be kept by open runs.
         past_pooler = network(settings.direct_url) if is_pooled and settings.direct_url else conninfo
         self.prepare_threshold = None if is_pooled else 5
+        self.keeps_records_apart = not is_pooled or past_pooler != conninfo
+        """Whether a recording connection is a server session of our own, on which statements stay prepared."""
         kwargs = {"autocommit": True, "prepare_threshold": self.prepare_threshold}
         wait = settings.acquire_timeout.total_seconds()
         common: dict[str, Any] = {"timeout": wait, "open": False, "kwargs": kwargs, "reconnect_timeout": 60}

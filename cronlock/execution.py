@@ -56,6 +56,8 @@ class Execution:
         self.lending = Lending()
         self.run: Run | None = None
         self.is_doing = False
+        self.progress: tuple[int, int | None] | None = None
+        self.is_progress_written = True
         loop = asyncio.get_running_loop()
         self.stop: asyncio.Future[Stop] = loop.create_future()
         self.answer: asyncio.Future[Outcome] = loop.create_future()

@@ -24,7 +24,7 @@ def load(reference: str) -> Cronlock:
     (its traceback is in the message), and if the attribute is missing or is something else.
     """
     match = REFERENCE.fullmatch(reference)
-    if match is None:
+    if match is None or match[1].endswith(".py"):
         raise ConfigError(f"{reference!r} does not name an app: {EXAMPLE}{path_hint(reference)}")
     here = os.getcwd()
     if here not in sys.path:

@@ -73,6 +73,13 @@ def current(connection: "psycopg.Connection[tuple[object, ...]]", schema: str) -
     return str(rows[0][0]) if rows else None
 
 
+def connect(url: str, *, autocommit: bool = False) -> "psycopg.Connection[tuple[object, ...]]":
+    """A connection that prepares nothing: a pooler may be in between, and a portal would hold a snapshot."""
+    return psycopg.connect(
+        url, autocommit=autocommit, application_name="cronlock:migrate", prepare_threshold=None
+    )
+
+
 def migrate(
     url: str,
     schema: str,
@@ -90,12 +97,12 @@ def migrate(
     until = time.monotonic() + wait.total_seconds()
     target = head(schema)
     try:
-        with psycopg.connect(url, autocommit=True, application_name="cronlock:migrate") as main:
+        with connect(url, autocommit=True) as main:
             before = current(main, schema)
             if before == target:
                 return Migrated(before, target)
             refuse_unknown(before, schema)
-            with psycopg.connect(url, autocommit=True, application_name="cronlock:migrate") as guard:
+            with connect(url, autocommit=True) as guard:
                 take_lock(guard, schema, until, report)
                 refuse_unknown(before := current(main, schema), schema)
                 if before != target:
@@ -174,7 +181,7 @@ def upgrade(url: str, schema: str, until: float, report: Callable[[str], None]) 
     """Run the migrations; one that cannot get its table locks gives up and is tried again until `until`."""
     engine = create_engine(
         "postgresql+psycopg://",
-        creator=lambda: psycopg.connect(url, application_name="cronlock:migrate"),
+        creator=lambda: connect(url),
         poolclass=NullPool,
     )
     made = config(schema)

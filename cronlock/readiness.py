@@ -64,20 +64,15 @@ class Readiness:
         keys: dict[str, int] = dict(keyed)
         refuse_collisions(self._registry, keys)
         rows = [
-            runs.render(
-                {
-                    "name": task.name,
-                    "schedule": task.schedule,
-                    "timezone": task.timezone if task.schedule else None,
-                    "mode": task.mode,
-                    "lock_name": task.lock.name,
-                    "lock_key": keys[task.name],
-                    "options": {
-                        "timeoutSeconds": task.timeout.total_seconds(),
-                        "skipStatus": task.skip_status,
-                    },
-                }
-            )
+            {
+                "name": task.name,
+                "schedule": task.schedule,
+                "timezone": task.timezone if task.schedule else None,
+                "mode": task.mode,
+                "lock_name": task.lock.name,
+                "lock_key": keys[task.name],
+                "options": {"timeoutSeconds": task.timeout.total_seconds(), "skipStatus": task.skip_status},
+            }
             for task in tasks
         ]
         statements = self._runner.statements

@@ -10,10 +10,11 @@ beginning of one, and a skip, fail with `Unavailable` after a second try, since 
 """
 
 import asyncio
-import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import psycopg
 
@@ -28,7 +29,6 @@ HEAD = (
     b" pg_catalog.set_config('statement_timeout', '10s', true), pg_catalog.set_config('lock_timeout', '2s', true),"
     b" pg_catalog.set_config('search_path', 'pg_catalog', true); "
 )
-KINDS = (runs.BEGIN, runs.STOPPING, runs.PROGRESS, runs.END, runs.SKIP, runs.SKIP_PAUSED)
 PATIENT = (runs.STOPPING, runs.END)
 GROUP = 500
 BACKOFF = (0.1, 5.0)
@@ -36,20 +36,12 @@ BACKOFF = (0.1, 5.0)
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Rows that were put together, and the future of what the server said about each of them."""
+    """A row that waits to be written, and the future of what the server said about it."""
 
     kind: str
-    rows: list[str]
-    nonces: list[str]
-    written: "asyncio.Future[Any]" = field(repr=False)
-    is_single: bool = False
+    row: dict[str, Any]
+    written: "asyncio.Future[Row | None]" = field(repr=False)
     tries: int = 0
-
-    def tell(self, answers: dict[str, Row]) -> None:
-        """Give the server's rows for ours, in our order; None for one that it gave nothing for."""
-        if not self.written.done():
-            told = [answers.get(nonce) for nonce in self.nonces]
-            self.written.set_result(told[0] if self.is_single else told)
 
 
 class Recorder:
@@ -59,11 +51,11 @@ class Recorder:
         self._database = database
         self._statements = statements
         self._waiting: list[Entry] = []
-        self._size = 0
         self._writers: set[asyncio.Task[None]] = set()
         self._writer_limit = database.settings.record_pool_size
         self._limit = database.settings.record_queue_size
         self._backoff = BACKOFF[0]
+        self._prepared: WeakSet[psycopg.AsyncConnection[Any]] = WeakSet()
         self.messages = 0
 
     def put(self, kind: str, row: dict[str, Any]) -> "asyncio.Future[Row | None]":
@@ -71,18 +63,10 @@ class Recorder:
 
         Raises `Unavailable` when the queue is full; an ending is always taken.
         """
-        return self._put(kind, [runs.render(row)], [row["nonce"]], is_single=True)
-
-    def put_group(self, kind: str, rows: list[str], nonces: list[str]) -> "asyncio.Future[list[Row | None]]":
-        """As `put`, for rows that are rendered already (`runs.render`) and share one fate."""
-        return self._put(kind, rows, nonces)
-
-    def _put(self, kind: str, rows: list[str], nonces: list[str], *, is_single: bool = False) -> "asyncio.Future[Any]":
-        if self._size + len(rows) > self._limit and kind not in PATIENT:
+        if len(self._waiting) >= self._limit and kind not in PATIENT:
             raise Unavailable("recording_queue_full", "too many records wait to be written")
-        entry = Entry(kind, rows, nonces, asyncio.get_running_loop().create_future(), is_single)
+        entry = Entry(kind, row, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
-        self._size += len(rows)
         self._wake()
         return entry.written
 
@@ -105,7 +89,6 @@ class Recorder:
         await asyncio.sleep(0)
         while self._waiting:
             group, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
-            self._size -= sum(len(entry.rows) for entry in group)
             await self._write_group([entry for entry in group if not entry.written.done()])
 
     async def _write_group(self, group: list[Entry]) -> None:
@@ -126,16 +109,17 @@ class Recorder:
 
     def message(self, kind: str, row: dict[str, Any]) -> bytes:
         """One row as a message that any connection can send, for a run that must record on its own."""
-        return HEAD + self._statements.rows(kind, [runs.render(row)]) + b"; COMMIT"
+        return HEAD + self._statements.rows(kind, [row]) + b"; COMMIT"
 
     async def _send(self, group: list[Entry]) -> None:
-        by_kind = {kind: [entry for entry in group if entry.kind is kind] for kind in KINDS}
-        kinds = [kind for kind in KINDS if by_kind[kind]]
-        parts = [self._statements.rows(kind, [row for entry in by_kind[kind] for row in entry.rows]) for kind in kinds]
-        message = HEAD + b";".join(parts) + b";COMMIT"
+        by_kind = {kind: [entry for entry in group if entry.kind is kind] for kind in runs.RECORDS}
+        kinds = [kind for kind in runs.RECORDS if by_kind[kind]]
+        lists = [(kind, [entry.row for entry in by_kind[kind]]) for kind in kinds]
         async with self._database.recording() as connection:
             self.messages += 1
             try:
+                write = await self._writer(connection)
+                message = HEAD + b";".join([write(kind, rows) for kind, rows in lists]) + b";COMMIT"
                 replies = await within(self._seconds, connection, ask(connection, message))
             except psycopg.Error:
                 if not connection.closed and not connection.broken:
@@ -144,7 +128,19 @@ class Recorder:
         for kind, rows in zip(kinds, replies[1:], strict=True):
             answers = {row[0]: row for row in rows}
             for entry in by_kind[kind]:
-                entry.tell(answers)
+                if not entry.written.done():
+                    entry.written.set_result(answers.get(entry.row["nonce"]))
+
+    async def _writer(
+        self, connection: "psycopg.AsyncConnection[Any]"
+    ) -> Callable[[str, Sequence[dict[str, Any]]], bytes]:
+        """How rows become a statement on this connection: prepared once, unless a pooler shares it out."""
+        if not self._database.keeps_records_apart:
+            return self._statements.rows
+        if connection not in self._prepared:
+            await within(self._seconds, connection, ask(connection, self._statements.prepare()))
+            self._prepared.add(connection)
+        return self._statements.execute
 
     @property
     def _seconds(self) -> float:
@@ -158,9 +154,8 @@ class Recorder:
         (entry,) = group
         log.error("a record was refused", extra={"sqlstate": error.sqlstate, "error": type(error).__name__})
         if entry.kind is runs.END and entry.tries == 0:
-            row = json.loads(entry.rows[0])
-            bare = {"nonce": row["nonce"], "status": row["status"], "error_type": "Unrecordable"}
-            entry.rows, entry.tries = [runs.render(bare)], 1
+            bare = {"nonce": entry.row["nonce"], "status": entry.row["status"], "error_type": "Unrecordable"}
+            entry.row, entry.tries = bare, 1
             await self._write_group(group)
         elif not entry.written.done():
             entry.written.set_exception(unavailable(error))
@@ -174,7 +169,6 @@ class Recorder:
             elif not entry.written.done():
                 entry.written.set_exception(error)
         self._waiting = again + self._waiting
-        self._size += sum(len(entry.rows) for entry in again)
         if any(entry.tries > 1 for entry in again):
             await asyncio.sleep(self._backoff)
             self._backoff = min(self._backoff * 2, BACKOFF[1])

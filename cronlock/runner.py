@@ -18,8 +18,8 @@ import contextvars
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -49,6 +49,7 @@ RECORD_WAIT = 5.0
 SLOT_WAIT = 0.5
 
 log = logging.getLogger("cronlock.run")
+T = TypeVar("T")
 
 
 class Runner:
@@ -77,7 +78,6 @@ class Runner:
         shares_slots = database.settings.pooler == "transaction" and not database.settings.direct_url
         self._record_wait = SLOT_WAIT if shares_slots else RECORD_WAIT
         self._openings: dict[str, bytes] = {}
-        self._holders: dict[int, bytes] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._own = contextvars.copy_context()
@@ -100,16 +100,17 @@ class Runner:
         for _ in range(ASKS):
             if self.is_draining:
                 raise Unavailable("shutting_down", "the server is shutting down")
-            call.ask()
+            call.renew()
             if gate.running is not None:
-                self.spawn(self._skip([call], gate.running.lock_key, gate.running.holder()))
-            elif call.task.name in self.paused:
-                self.spawn(self._skip_paused([call], self.lock_keys[call.task.name]))
-            else:
-                gate.waiting.append(call)
-                if gate.attempts is None:
-                    gate.attempts = self.spawn(self._attempts(gate))
-            decision = await self._decision(call, until)
+                return await self._skip_running(call, gate.running, until)
+            if gate.is_contended or call.task.name in self.paused:
+                outcome = await self._skip_seen_one(call, gate.lock_key or self.lock_keys[call.task.name], until)
+                if outcome is not None:
+                    return outcome
+            gate.join(call)
+            if gate.attempts is None:
+                gate.attempts = self.spawn(self._attempts(gate))
+            decision = await in_time(call.decided, until)
             if isinstance(decision, Execution):
                 return await asyncio.shield(decision.answer)
             if decision is not None:
@@ -117,16 +118,18 @@ class Runner:
             await asyncio.sleep(ASK_PAUSE)
         raise Unavailable("undecided", "the lock is held, but by no run that can be seen yet", retry_after=1)
 
-    async def _decision(self, call: Call, until: float) -> Outcome | Execution | None:
-        timer = asyncio.get_running_loop().call_later(
-            until - time.monotonic(),
-            call.fail,
-            Unavailable("database_unavailable", "the database did not answer in time"),
-        )
-        try:
-            return await call.decided
-        finally:
-            timer.cancel()
+    async def _skip_running(self, call: Call, execution: Execution, until: float) -> Outcome:
+        """Skip a call from memory: this process runs its lock's task itself."""
+        holder = execution.holder()
+        facts = {"reason": "already_running", "blocked_by": holder.run_id}
+        row = await in_time(self.recorder.put(runs.SKIP, call.row(execution.lock_key, facts)), until)
+        assert row is not None, "the statement gives a row for every nonce"
+        return self._skipped(call, execution.lock_key, row[1], holder)
+
+    async def _skip_seen_one(self, call: Call, lock_key: int, until: float) -> Outcome | None:
+        """Skip a call if its lock is seen to be held, or its task to be paused; None if neither."""
+        row = await in_time(self.recorder.put(runs.SKIP_CHECKED, call.row(lock_key)), until)
+        return self._skipped_seen(call, lock_key, row)
 
     async def _attempts(self, gate: Gate) -> None:
         """Make attempts for a lock until nobody waits for it."""
@@ -155,7 +158,7 @@ class Runner:
             return
         acquired, backend_pid, opened_us, lock_key = row
         if not acquired:
-            await self._refused(group, seat, lock_key)
+            await self._refused(gate, group, seat, lock_key)
             return
         await self._begin(gate, group, seat, backend_pid, opened_us, lock_key)
 
@@ -197,64 +200,50 @@ class Runner:
         """Close a connection whose state is not known."""
         await discard(seat)
 
-    async def _refused(self, group: list[Call], seat: Seat, lock_key: int) -> None:
+    async def _refused(self, gate: Gate, group: list[Call], seat: Seat, lock_key: int) -> None:
         """Somebody else holds the lock: end the attempt, see who, and skip; or ask again if nobody can be seen."""
-        assert self.database.server is not None, "it was needed for the opening"
-        if (message := self._holders.get(lock_key)) is None:
-            message = self._holders[lock_key] = self.statements.holder(self.database.server.database, lock_key)
-        try:
-            reply = await within(RECORD_WAIT, seat.connection, seat.send(message, runs.HOLDER_AT))
-        except psycopg.Error as error:
-            await discard(seat)
-            for call in group:
-                call.fail(unavailable(error))
-            return
-        await seat.give_back()
-        pid, run_id, started_at, instance, elapsed_ms, application, paused, is_held = reply.rows[0]
-        self.paused.update(paused)
-        held_up = [call for call in group if call.task.name not in self.paused]
-        if len(held_up) < len(group):
-            await self._skip_paused([call for call in group if call.task.name in self.paused], lock_key)
-        if run_id is not None:
-            await self._skip(held_up, lock_key, Holder(run_id, started_at.isoformat(), elapsed_ms, instance))
-        elif is_held and not (application or "").startswith("cronlock:"):
-            await self._skip(held_up, lock_key, Holder(pid=pid, application_name=application))
-        else:
-            for call in held_up:
-                call.decide(None)
+        self.spawn(self._let_go(seat))
+        async for call, row in self._record(runs.SKIP_CHECKED, group, lock_key):
+            outcome = self._skipped_seen(call, lock_key, row)
+            if outcome is not None:
+                gate.refused(lock_key)
+            call.decide(outcome)
+
+    async def _record(
+        self, kind: str, group: list[Call], lock_key: int, facts: dict[str, Any] | None = None
+    ) -> AsyncIterator[tuple[Call, Any]]:
+        """Write the records of a group of skips together; a call whose record fails is told so."""
+        writing: list[tuple[Call, asyncio.Future[Any]]] = []
+        for call in group:
+            try:
+                writing.append((call, self.recorder.put(kind, call.row(lock_key, facts))))
+            except Unavailable as error:
+                call.fail(error)
+        for call, written in writing:
+            try:
+                yield call, await written
+            except Unavailable as error:
+                call.fail(error)
+
+    def _skipped_seen(self, call: Call, lock_key: int, row: Any) -> Outcome | None:
+        """The outcome of a record that `runs.SKIP_CHECKED` made; None if it made none."""
+        if row is None:
+            self.paused.discard(call.task.name)
+            return None
+        _, skip_id, is_paused, run_id, started_at, instance, elapsed_ms, pid, application = row
+        if is_paused:
+            self.paused.add(call.task.name)
+            return self._skipped(call, lock_key, skip_id, None)
+        if run_id is None:
+            return self._skipped(call, lock_key, skip_id, Holder(pid=pid, application_name=application))
+        holder = Holder(run_id, started_at.isoformat(), elapsed_ms, instance)
+        return self._skipped(call, lock_key, skip_id, holder)
 
     async def _skip(self, group: list[Call], lock_key: int, holder: Holder) -> None:
-        """Record that these calls met a lock that `holder` held, and answer them."""
-        facts = {
-            "reason": "already_running",
-            "blocked_by": holder.run_id,
-            "holder_pid": holder.pid,
-            "holder_application": holder.application_name,
-        }
-        await self._record_skips(runs.SKIP, group, lock_key, facts, holder)
-
-    async def _skip_paused(self, group: list[Call], lock_key: int) -> None:
-        """Record that the task of these calls is paused, and answer them; if it is not any more, they ask again."""
-        await self._record_skips(runs.SKIP_PAUSED, group, lock_key, {}, None)
-
-    async def _record_skips(
-        self, kind: str, group: list[Call], lock_key: int, facts: dict[str, Any], holder: Holder | None
-    ) -> None:
-        if not group:
-            return
-        rows = [call.row(lock_key, facts) for call in group]
-        try:
-            written = await self.recorder.put_group(kind, rows, [call.nonce for call in group])
-        except Unavailable as error:
-            for call in group:
-                call.fail(error)
-            return
-        for call, row in zip(group, written, strict=True):
-            if row is None:
-                self.paused.discard(call.task.name)
-                call.decide(None)
-            else:
-                call.decide(self._skipped(call, lock_key, row[1], holder))
+        """Record that these calls met a run of this process, which `holder` is, and answer them."""
+        facts = {"reason": "already_running", "blocked_by": holder.run_id}
+        async for call, row in self._record(runs.SKIP, group, lock_key, facts):
+            call.decide(self._skipped(call, lock_key, row[1], holder))
 
     def _skipped(self, call: Call, lock_key: int, run_id: int, holder: Holder | None) -> Outcome:
         """A skip by `holder`, or by a pause where there is none."""
@@ -477,18 +466,28 @@ class Runner:
                 execution.ask_to_stop(Stop("cancelled", f"cancelled by {by}" if by else "cancelled by an operator"))
 
     def _progress(self, execution: Execution, done: int, total: int | None) -> None:
-        row = {"nonce": execution.call.nonce, "done": done, "total": total}
         loop = execution.answer.get_loop()
         try:
-            loop.call_soon_threadsafe(self._put_quietly, row)
+            loop.call_soon_threadsafe(self._note_progress, execution, (done, total))
         except RuntimeError:
             pass  # the loop is closed
 
-    def _put_quietly(self, row: dict[str, Any]) -> None:
+    def _note_progress(self, execution: Execution, progress: tuple[int, int | None]) -> None:
+        execution.progress = progress
+        if execution.is_progress_written:
+            execution.is_progress_written = False
+            self.spawn(self._write_progress(execution))
+
+    async def _write_progress(self, execution: Execution) -> None:
+        """Write the latest word only, and one after the other, so that an older one never comes last."""
         try:
-            self.recorder.put(runs.PROGRESS, row).add_done_callback(lambda future: future.exception())
+            while execution.progress is not None:
+                (done, total), execution.progress = execution.progress, None
+                await self.recorder.put(runs.PROGRESS, {"nonce": execution.call.nonce, "done": done, "total": total})
         except Unavailable:
             pass
+        finally:
+            execution.is_progress_written = True
 
     # -- close ---------------------------------------------------------------------------------------------
 
@@ -699,6 +698,21 @@ class Runner:
     def _log_ended(self, execution: Execution, outcome: Outcome) -> None:
         level = logging.INFO if outcome.status == "completed" else logging.ERROR
         self._log(level, outcome.status, outcome, execution.lock_key)
+
+
+async def in_time(future: "asyncio.Future[T]", until: float) -> T:
+    """Await what the database is to say; raises `Unavailable` when `until` (monotonic seconds) has come."""
+    timer = asyncio.get_running_loop().call_later(until - time.monotonic(), expire, future)
+    try:
+        return await future
+    finally:
+        timer.cancel()
+
+
+def expire(future: "asyncio.Future[Any]") -> None:
+    """Nobody may wait for this any longer."""
+    if not future.done():
+        future.set_exception(Unavailable("database_unavailable", "the database did not answer in time"))
 
 
 def kind(stop: Stop) -> str:

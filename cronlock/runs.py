@@ -57,52 +57,59 @@ SELECT nonce::text, id, status, started_at, (SELECT json_agg(json_build_array(f.
 SKIP = """
 WITH made AS (
     INSERT INTO {run} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
-        lock_name, lock_key, lock_classid, lock_objid, blocked_by, holder_pid, holder_application)
+        lock_name, lock_key, lock_classid, lock_objid, blocked_by)
     SELECT a.nonce, a.task, 'skipped', a.reason, clock_timestamp(), a.trigger, a.caller, {instance}, {host}, {pid},
            {release}, a.lock_name, a.lock_key, (a.lock_key >> 32) & 4294967295, a.lock_key & 4294967295,
-           a.blocked_by, a.holder_pid, a.holder_application
+           a.blocked_by
       FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, reason text, lock_name text, lock_key bigint,
-           trigger text, caller text, blocked_by bigint, holder_pid integer, holder_application text)
+           trigger text, caller text, blocked_by bigint)
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
  RETURNING nonce, id)
 SELECT nonce::text, id FROM made
 """
 
-SKIP_PAUSED = """
-WITH made AS (
+# Who holds the lock, and the skips by that holder, in one statement. Only a holder counts that is foreign or whose
+# run can be seen: between an opening and its `running` row there is nobody to name, and the caller asks again.
+# A prepared transaction holds its locks without a pid.
+SKIP_CHECKED = (
+    """
+WITH asked AS MATERIALIZED (
+    SELECT * FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint,
+        trigger text, caller text)),
+held AS MATERIALIZED (
+    SELECT DISTINCT ON (k.lock_key) k.lock_key, l.pid, r.id AS run_id, r.started_at, r.instance, g.application_name
+      FROM (SELECT DISTINCT a.lock_key FROM asked a) k
+      JOIN pg_locks l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
+       AND l.classid::bigint = (k.lock_key >> 32) & 4294967295 AND l.objid::bigint = k.lock_key & 4294967295
+       AND l.database = """
+    + HERE
+    + """
+      LEFT JOIN {run} r ON r.status = 'running' AND r.backend_pid = l.pid AND r.lock_objsubid = 1
+       AND r.lock_classid = l.classid::bigint AND r.lock_objid = l.objid::bigint
+      LEFT JOIN LATERAL pg_stat_get_activity(l.pid) g ON l.pid IS NOT NULL
+     WHERE r.id IS NOT NULL OR coalesce(g.application_name, '') NOT LIKE 'cronlock:%'
+     ORDER BY k.lock_key, r.id DESC NULLS LAST),
+told AS MATERIALIZED (
+    SELECT a.*, t.paused_at IS NOT NULL AS is_paused, h.pid, h.run_id, h.started_at, h.instance, h.application_name
+      FROM asked a LEFT JOIN {task} t ON t.name = a.task LEFT JOIN held h ON h.lock_key = a.lock_key
+     WHERE t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL),
+made AS (
     INSERT INTO {run} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
-        lock_name, lock_key, lock_classid, lock_objid)
-    SELECT a.nonce, a.task, 'skipped', 'paused', clock_timestamp(), a.trigger, a.caller, {instance}, {host}, {pid},
-           {release}, a.lock_name, a.lock_key, (a.lock_key >> 32) & 4294967295, a.lock_key & 4294967295
-      FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint, trigger text,
-           caller text)
-      JOIN {task} t ON t.name = a.task AND t.paused_at IS NOT NULL
+        lock_name, lock_key, lock_classid, lock_objid, blocked_by, holder_pid, holder_application)
+    SELECT w.nonce, w.task, 'skipped', CASE WHEN w.is_paused THEN 'paused' ELSE 'already_running' END,
+           clock_timestamp(), w.trigger, w.caller, {instance}, {host}, {pid}, {release},
+           w.lock_name, w.lock_key, (w.lock_key >> 32) & 4294967295, w.lock_key & 4294967295,
+           CASE WHEN NOT w.is_paused THEN w.run_id END,
+           CASE WHEN NOT w.is_paused AND w.run_id IS NULL THEN w.pid END,
+           CASE WHEN NOT w.is_paused AND w.run_id IS NULL THEN w.application_name END
+      FROM told w
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
  RETURNING nonce, id)
-SELECT nonce::text, id FROM made
+SELECT nonce::text, m.id, w.is_paused, w.run_id, w.started_at, w.instance::text,
+       (extract(epoch FROM clock_timestamp() - w.started_at) * 1000)::bigint, w.pid, w.application_name
+  FROM made m JOIN told w USING (nonce)
 """
-
-# After a refused attempt, in a later statement of its transaction: who holds the lock? Only a holder that is
-# foreign or whose run can be seen counts; between an opening and its `running` row there is nobody to name.
-HOLDER = """
-SELECT pg_catalog.set_config('search_path', 'pg_catalog', true);
-SELECT h.pid, r.id, r.started_at, r.instance::text,
-       (extract(epoch FROM clock_timestamp() - r.started_at) * 1000)::bigint, g.application_name,
-       ARRAY(SELECT t.name FROM {task} t WHERE t.lock_key = {key} AND t.paused_at IS NOT NULL), h.granted
-  FROM (SELECT 1) one
-  LEFT JOIN pg_locks h ON h.locktype = 'advisory' AND h.granted AND h.objsubid = 1 AND h.database = {database}
-   AND h.classid = {classid}::oid AND h.objid = {objid}::oid
-  LEFT JOIN {run} r ON r.status = 'running' AND r.backend_pid = h.pid AND r.lock_objsubid = 1
-   AND r.lock_classid = {classid} AND r.lock_objid = {objid}
-  LEFT JOIN LATERAL pg_stat_get_activity(h.pid) g ON h.pid IS NOT NULL
- ORDER BY r.id DESC NULLS LAST LIMIT 1;
-COMMIT
-"""
-HOLDER_AT = 1
-"""The statement of `HOLDER` that has the row (pid, run id, started_at, instance, elapsed ms, application, paused, held).
-
-A prepared transaction that holds the lock has no pid.
-"""
+)
 
 END = """
 UPDATE {run} r
@@ -186,10 +193,12 @@ SELECT t.name, (SELECT extract(epoch FROM percentile_disc(0.5) WITHIN GROUP (ORD
 """
 
 
-render = json.JSONEncoder(separators=(",", ":")).encode
-"""A row as JSON text in ASCII."""
+encode = json.JSONEncoder(separators=(",", ":")).encode
 
-LISTS = (BEGIN, SKIP, SKIP_PAUSED, END, STOPPING, PROGRESS, REGISTER, FOREIGN_COLLISIONS)
+RECORDS = (BEGIN, STOPPING, PROGRESS, END, SKIP, SKIP_CHECKED)
+"""The statements that write records, in the order in which one message has them."""
+
+LISTS = (*RECORDS, REGISTER, FOREIGN_COLLISIONS)
 """The statements that take a list of rows."""
 
 
@@ -201,6 +210,14 @@ class Instance:
     host: str
     pid: int
     release: str | None
+
+
+def literal(rows: Sequence[dict[str, Any]]) -> bytes:
+    """A list of rows as an SQL literal of JSON in ASCII; right whatever standard_conforming_strings says."""
+    text = encode(rows).replace("'", "''")
+    if "\\" in text:
+        return b" E'" + text.replace("\\", "\\\\").encode("ascii") + b"'"
+    return b"'" + text.encode("ascii") + b"'"
 
 
 class Statements:
@@ -217,24 +234,29 @@ class Statements:
         }
         # Records are sent by the thousand, so all but their rows is put together once.
         self._halves = {text: self._split(text) for text in LISTS}
+        self._prepared = {text: f"cronlock_{number}".encode() for number, text in enumerate(RECORDS)}
 
     def _split(self, text: str) -> tuple[bytes, bytes]:
         made = sql.SQL(text).format(rows=sql.SQL("\0"), **self._names).as_bytes(None)
         before, after = made.split(b"\0")
         return before, after
 
-    def rows(self, text: str, rows: Sequence[str]) -> bytes:
-        """One of the statements that take a list, with its list of rendered rows."""
+    def rows(self, text: str, rows: Sequence[dict[str, Any]]) -> bytes:
+        """One of the statements that take a list, with its list of rows."""
         before, after = self._halves[text]
-        literal = f"[{','.join(rows)}]".replace("'", "''")
-        if "\\" in literal:
-            return b"".join((before, b" E'", literal.replace("\\", "\\\\").encode("ascii"), b"'", after))
-        return b"".join((before, b"'", literal.encode("ascii"), b"'", after))
+        return b"".join((before, literal(rows), after))
 
-    def holder(self, database: int, lock_key: int) -> bytes:
-        """The message that ends a refused attempt and says who holds its lock."""
-        halves = {"classid": (lock_key >> 32) & 0xFFFFFFFF, "objid": lock_key & 0xFFFFFFFF}
-        return self.fill(HOLDER, database=database, key=lock_key, **halves)
+    def prepare(self) -> bytes:
+        """A message after which `execute` works on a connection: planning them costs more than running them."""
+        lines = [b"BEGIN; SET LOCAL search_path = pg_catalog"]
+        for text in RECORDS:
+            before, after = self._halves[text]
+            lines.append(b"".join((b"PREPARE ", self._prepared[text], b" (json) AS ", before, b"$1", after)))
+        return b"; ".join((*lines, b"COMMIT"))
+
+    def execute(self, text: str, rows: Sequence[dict[str, Any]]) -> bytes:
+        """As `rows`, on a connection that was sent `prepare`."""
+        return b"".join((b"EXECUTE ", self._prepared[text], b"(", literal(rows), b")"))
 
     def fill(self, text: str, **values: Any) -> bytes:
         """A statement with its values."""

@@ -149,15 +149,22 @@ class Server(uvicorn.Server):
         self._started = started
         self._ended = ended
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._life: asyncio.Task[None] | None = None
         self._endings: list[asyncio.Task[None]] = []
 
     async def live(self, listener: socket.socket) -> None:
-        """Open the Cronlock, serve, drain, close."""
-        self._loop = asyncio.get_running_loop()
-        async with unbound_threads(), self._cron.lifespan():
-            await self.serve(sockets=[listener])
-            self._ended()
+        """Open the Cronlock, serve, drain, close; a signal before it serves ends it there."""
+        self._loop, self._life = asyncio.get_running_loop(), asyncio.current_task()
+        try:
+            with self.capture_signals():  # all the while; as process 1 of a container it has no default for them
+                async with unbound_threads(), self._cron.lifespan():
+                    await self.serve(sockets=[listener])
+                    self._ended()
+                    await self._cron.close(0)
+        except asyncio.CancelledError:
             await self._cron.close(0)
+            if self.started:
+                raise
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -170,6 +177,10 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._end, signal.Signals(sig).name)
 
     def _end(self, sig: str) -> None:
+        if not self.started:
+            assert self._life is not None
+            self._life.cancel()
+            return
         log.info("%s: draining", sig, extra={"event": "server.draining", "signal": sig})
         if len(self._endings) >= 2:
             self.should_exit = self.force_exit = True

@@ -55,8 +55,11 @@ SELECT v.lock_key, v.lock_name, v.task, v.run_id, v.started_at,
   LEFT JOIN LATERAL (
         SELECT p.gid, p.prepared
           FROM pg_catalog.pg_locks l
-          JOIN pg_catalog.pg_prepared_xacts p ON l.virtualtransaction = '-1/' || p.transaction
-         WHERE v.backend_pid IS NULL AND l.locktype = 'advisory' AND l.objsubid = 1 AND l.database = {HERE}
+          JOIN pg_catalog.pg_locks t ON t.locktype = 'transactionid' AND t.pid IS NULL
+           AND t.virtualtransaction = l.virtualtransaction
+          JOIN pg_catalog.pg_prepared_xacts p ON p.transaction = t.transactionid
+         WHERE v.backend_pid IS NULL AND l.pid IS NULL
+           AND l.locktype = 'advisory' AND l.objsubid = 1 AND l.database = {HERE}
            AND l.classid::bigint = (v.lock_key >> 32) & 4294967295
            AND l.objid::bigint = v.lock_key & 4294967295
          LIMIT 1) x ON true

@@ -59,7 +59,7 @@ def environment(**settings: str | None) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("CRON") and name not in ("DATABASE_URL", "NO_COLOR") or name == "CRONLOCK_PG_BIN"
+        if not name.startswith(("CRON", "DATABASE_URL")) or name == "CRONLOCK_PG_BIN"
     }
     given = {name: value for name, value in settings.items() if value is not None}
     return {**kept, "PYTHONPATH": str(PROJECT), "PYTHONDONTWRITEBYTECODE": "1", "CRON_SECRET": SECRET, **given}
@@ -84,7 +84,7 @@ def cronlock(
 class Running:
     """A command that goes on; killed at the end if it has not ended by then."""
 
-    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str]) -> None:
+    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str], user: int | None = None) -> None:
         self._output = cwd / f"output-{time.monotonic_ns()}.txt"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -95,6 +95,9 @@ class Running:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
             )
 
     def __enter__(self) -> Self:
@@ -128,6 +131,10 @@ class Running:
         """Send it a signal."""
         self.process.send_signal(sig)
 
+    def send_all(self, sig: signal.Signals) -> None:
+        """Send it and its children a signal, as a terminal does."""
+        os.killpg(self.process.pid, sig)
+
     def _until(self, is_so: Callable[[], bool], fault: str, seconds: float) -> None:
         until = time.monotonic() + seconds
         while not is_so():
@@ -146,16 +153,20 @@ def served(cwd: Path, app: str = "shop:cron", **settings: str) -> Iterator[tuple
         yield server, found[1]
 
 
-def children(pid: int) -> list[int]:
-    """The processes that have this parent."""
-    found: list[int] = []
+def descendants(pid: int) -> set[int]:
+    """The processes below this one (Linux)."""
+    below: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
+        below.setdefault(parent, []).append(int(stat.parent.name))
+    found, waiting = set(), [pid]
+    while waiting:
+        more = below.get(waiting.pop(), [])
+        found.update(more)
+        waiting += more
     return found
 
 

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from tests import AUTH, SECRET, Db, rows, until, value
-from tests.commands import APP, cronlock, json_lines, served
+from tests.commands import APP, Running, cronlock, environment, json_lines, served
 
 pytestmark = pytest.mark.anyio
 
@@ -131,6 +131,18 @@ async def test_it_starts_without_a_database_and_answers_503(shop: Path) -> None:
             assert (await http.get("/healthz")).status_code == 200
         server.send(signal.SIGTERM)
         assert await asyncio.to_thread(server.ends) == 0
+
+
+async def test_a_signal_during_the_start_ends_it_in_order(shop: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and never answers
+        address = f"postgresql://u:p@127.0.0.1:{silent.getsockname()[1]}/x"
+        env = environment(DATABASE_URL=address, CRONLOCK_LOG_FORMAT="text", CRONLOCK_ACQUIRE_TIMEOUT="30s")
+        with Running("serve", "shop:cron", "--port", "0", cwd=shop, env=env) as server:
+            connection, _ = await asyncio.to_thread(silent.accept)
+            server.send(signal.SIGTERM)
+            assert await asyncio.to_thread(server.ends) == 0
+            connection.close()
+    assert "serving" not in server.said
 
 
 def test_a_port_in_use_is_one_clear_sentence(shop: Path, database_url: str) -> None:

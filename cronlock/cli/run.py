@@ -42,9 +42,8 @@ def run(
     if task is None:
         raise typer.BadParameter("name the app and the task, such as: cronlock run main:cron sync-inventory")
     reference = require_app(app)
-    from cronlock import jsontext, logs, serving
+    from cronlock import jsontext, logs
     from cronlock.loading import load
-    from cronlock.web import answers
 
     text = sys.stdin.buffer.read() if payload == "-" else (payload or "").encode()
     cron = load(reference)
@@ -52,24 +51,21 @@ def run(
     given = jsontext.parse_object(text)
     logs.configure("text" if sys.stderr.isatty() else cron.settings.log_format, cron.settings.scrub)
     with asyncio.Runner() as runner:
-        outcome, is_interrupted = runner.run(call(cron, task, given))
-    body = json.loads(answers.of(outcome, 200).body)
-    print(json.dumps(body, ensure_ascii=False, indent=2 if sys.stdout.isatty() and not is_json else None), flush=True)
-    code = code_of(outcome, fails_on_skip, is_interrupted)
-    serving.end_process(code)
+        code = runner.run(call(cron, task, given, fails_on_skip, is_json))
     raise typer.Exit(code)
 
 
-async def call(cron: "Cronlock", name: str, payload: dict[str, Any]) -> tuple["Outcome", bool]:
-    """Run the task; the outcome, and whether a signal asked for its end. Raises `CancelledError` if none began."""
+async def call(cron: "Cronlock", name: str, payload: dict[str, Any], fails_on_skip: bool, is_json: bool) -> int:
+    """Run the task, print the answer, give the exit code; a signal cancels the run."""
+    from cronlock import serving
     from cronlock.execution import Stop
-    from cronlock.serving import unbound_threads
 
     task = cron.tasks.get(name)
+    validated = task.validate(payload)
     by = connecting.operator()
-    async with unbound_threads():
+    async with serving.unbound_threads():
         process = await cron.open()
-        calling = asyncio.ensure_future(cron.start_call(task, task.validate(payload), trigger="manual", caller=by))
+        calling = asyncio.ensure_future(cron.start_call(task, validated, trigger="manual", caller=by))
         asked: list[signal.Signals] = []
 
         def stop(sig: signal.Signals) -> None:
@@ -82,11 +78,25 @@ async def call(cron: "Cronlock", name: str, payload: dict[str, Any]) -> tuple["O
         for sig in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(sig, stop, sig)
         try:
-            return await calling, bool(asked)
+            outcome = await calling
+            show(outcome, is_json)
+            code = code_of(outcome, fails_on_skip, is_interrupted=bool(asked))
+            await cron.drain(0)
+            serving.end_process(code)
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         finally:
             await cron.close(0)
+    return code
+
+
+def show(outcome: "Outcome", is_json: bool) -> None:
+    """Print what a call of the URL would be answered."""
+    from cronlock.web import answers
+
+    body = json.loads(answers.of(outcome, 200).body)
+    indent = 2 if sys.stdout.isatty() and not is_json else None
+    print(json.dumps(body, ensure_ascii=False, indent=indent), flush=True)
 
 
 def code_of(outcome: "Outcome", fails_on_skip: bool, is_interrupted: bool) -> int:

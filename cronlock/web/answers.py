@@ -57,20 +57,16 @@ def unavailable(error: Unavailable) -> Answer:
 def of(outcome: Outcome, skip_status: int) -> Answer:
     """The answer of a call that became a run, or was skipped."""
     headers = [(b"cronlock-run-id", str(outcome.run_id).encode())]
+    if outcome.status == "skipped":
+        return skipped(outcome, skip_status, headers)
     body: dict[str, Any] = {
         "status": outcome.status,
         "task": outcome.task,
         "runId": outcome.run_id,
         "durationMs": outcome.duration_ms,
     }
-    if outcome.status == "skipped":
-        code = skip_status
-        body = {"status": "skipped", "reason": outcome.reason, **body}
-        if outcome.holder is not None:
-            body["holder"] = outcome.holder.as_json()
-    else:
-        code = 503 if outcome.is_retry else STATUS[outcome.status]
-    if code in (409, 503) and outcome.retry_after is not None:
+    code = 503 if outcome.is_retry else STATUS[outcome.status]
+    if outcome.is_retry:
         headers.append((b"retry-after", str(outcome.retry_after).encode()))
     if outcome.failure is not None:
         body["error"] = {"type": outcome.failure.type, "message": outcome.failure.message}
@@ -78,6 +74,18 @@ def of(outcome: Outcome, skip_status: int) -> Answer:
     if outcome.status == "completed":
         text = f'{text[:-1]},"result":{shown(outcome.result)}}}'
     return Answer(code, outcome.status, text.encode(), tuple(headers))
+
+
+def skipped(outcome: Outcome, code: int, headers: list[tuple[bytes, bytes]]) -> Answer:
+    """The answer of a skip; there may be thousands a second, and all but the holder is safe in JSON as it is."""
+    if code != 200:
+        headers.append((b"retry-after", str(outcome.retry_after).encode()))
+    holder = f',"holder":{dump(outcome.holder.as_json())}' if outcome.holder is not None else ""
+    text = (
+        f'{{"status":"skipped","reason":"{outcome.reason}","task":"{outcome.task}","runId":{outcome.run_id},'
+        f'"durationMs":{outcome.duration_ms}{holder}}}'
+    )
+    return Answer(code, "skipped", text.encode(), tuple(headers))
 
 
 def shown(result: str | None) -> str:

@@ -30,6 +30,7 @@ from tests.observing import in_transaction, is_quiet, locks, statuses
 from tests.pooler.bouncer import POOL_SIZE, Bouncer
 
 pytestmark = pytest.mark.anyio
+MIGRATION_KEY = "hashtextextended('cronlock migrate' || chr(31) || 'cronlock', 0)"
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +241,7 @@ async def test_a_migration_beside_a_pooler_completes_and_waits_for_another_one(
         lines: list[str] = []
         # Long enough for a statement that is repeated to be prepared, if it were.
         with pytest.raises(MigrationError, match="somebody"):
-            await asyncio.to_thread(migrate, url, "cronlock", wait=timedelta(seconds=3), report=lines.append)
+            await asyncio.to_thread(migrate, url, "cronlock", wait=timedelta(seconds=1), report=lines.append)
         assert "somebody" in lines[0]
     assert (await asyncio.to_thread(migrate, url, "cronlock")).before is None
     assert (await asyncio.to_thread(migrate, url, "cronlock")).before == REVISION
@@ -259,6 +260,10 @@ async def test_no_session_level_lock_and_no_named_statement_ever_reaches_the_ser
             bouncer = Bouncer(directory, server.url)
             bouncer.start()
             try:
+                with psycopg.connect(server.url) as other:
+                    other.execute(f"SELECT pg_advisory_xact_lock({MIGRATION_KEY})")
+                    with pytest.raises(MigrationError):  # long enough for what is repeated to be prepared
+                        migrate(bouncer.url("postgres"), "cronlock", wait=timedelta(seconds=2))
                 migrate(bouncer.url("postgres"), "cronlock")
                 with psycopg.connect(server.url, autocommit=True) as db:
                     db.execute("CREATE TABLE effect (run_id bigint, task text)")
