@@ -8,10 +8,11 @@ from pathlib import Path
 
 import psycopg
 
-from benchmarks import machine, sameness, table, trips
+from benchmarks import machine, sameness, trips
 from benchmarks.arms import ARMS, DISK, Arm, Wrong
 from benchmarks.rig import Rig
 from benchmarks.rows import GROUPS, ROWS, TRIPS, Round, Row
+from benchmarks.table import Report, write
 
 LEAST_ROUNDS = 5
 
@@ -27,23 +28,24 @@ def main() -> int:
             sameness.check(rig)
             counts = count(rig) if given.only in (None, TRIPS) else []
             rounds = measure(rig, rows, given.rounds, given.seconds)
-            compared = [row.compare(rounds) for row in rows]
-            report = table.render(
-                rig,
-                rounds,
-                compared,
-                missing,
-                counts,
-                command=shlex.join(["./run", "bench", *sys.argv[1:]]),
-                seconds=given.seconds,
-                is_short=given.short,
+            report = str(
+                Report(
+                    rig,
+                    command=shlex.join(["./run", "bench", *sys.argv[1:]]),
+                    seconds=given.seconds,
+                    is_short=given.short,
+                    rounds=rounds,
+                    compared=[row.compare(rounds) for row in rows],
+                    missing=missing,
+                    counts=counts,
+                )
             )
     except Wrong as error:
         print(f"this is no measurement: {error}", file=sys.stderr)
         return 1
     print(report)
     if given.write:
-        table.write(given.write, report)
+        write(given.write, report)
     return 0
 
 

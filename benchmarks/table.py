@@ -1,5 +1,7 @@
 """The table, in Markdown, and its place in a page."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -22,40 +24,78 @@ HEAD = (
 )
 
 
-def render(
-    rig: Rig,
-    rounds: list[Round],
-    compared: list[Compared],
-    missing: dict[Row, str],
-    counts: list[Count] | str,
-    *,
-    command: str,
-    seconds: int,
-    is_short: bool,
-) -> str:
-    """The whole report."""
-    parts = [SHORT] if is_short else []
-    parts.append(_conditions(rig, len(rounds), seconds, command) if rounds else f"Counted with `{command}`.")
-    if compared or missing or counts:
-        lines = [
-            HEAD,
-            *map(_row, compared),
-            *(_missing(row, why) for row, why in missing.items()),
-            *(_count(found) for found in counts),
-        ]
-        parts.append("\n".join(lines))
-    if rounds:
-        parts += [_proof(rounds), _readings(rounds)]
-    parts.append(_machine(rig))
-    return "\n\n".join(parts)
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was found out, and how."""
+
+    rig: Rig
+    command: str
+    seconds: int
+    is_short: bool
+    rounds: list[Round]
+    compared: list[Compared]
+    missing: dict[Row, str]
+    """Rows that were not measured, and why."""
+    counts: list[Count] | str
+    """Round trips and commits, or why they were not counted."""
+
+    def __str__(self) -> str:
+        parts = [SHORT] if self.is_short else []
+        parts += [self._conditions(), "\n".join(self._table())]
+        if self.rounds:
+            parts += [_proof(self.rounds), _readings(self.rounds)]
+        return "\n\n".join([*parts, _machine(self.rig)])
+
+    def _table(self) -> Iterator[str]:
+        yield HEAD
+        yield from map(_row, self.compared)
+        for row, why in self.missing.items():
+            yield f"| {row.what} | | {row.against} | not measured: {why} | | {_target(row)} | - |"
+        if isinstance(self.counts, str):
+            yield f"| round trips and commits that wrote | | | not measured: {self.counts} | | - | - |"
+        else:
+            yield from map(_count, self.counts)
+
+    def _conditions(self) -> str:
+        rig = self.rig
+        if not self.rounds:
+            return f"Counted on {_today()} with `{self.command}`."
+        cores = "nothing is pinned to a core"
+        if rig.server_core is not None:
+            rest = "PostgreSQL, Redis and wrk" if rig.is_embedded else "Redis and wrk"
+            others = ", ".join(map(str, sorted(rig.other_cores)))
+            cores = f"the server is pinned to core {rig.server_core}, {rest} to core {others}"
+        return (
+            f"Measured on {_today()} with `{self.command}`: {len(self.rounds)} rounds of {self.seconds} s a reading, "
+            "in turn (A B C ... A B C ...) after one to warm up; medians, and ratios taken within a round. "
+            f"{names.CONNECTIONS} connections over HTTP on loopback; {cores}. One `cronlock serve` process has all "
+            f"routes; its log lines (JSON, one a call; peers write none) go to a file. Pools: {names.CONNECTIONS} "
+            f"connections for cronlock's runs and two for its records, {names.CONNECTIONS} for the article's pattern, "
+            f"up to {2 * names.CONNECTIONS} for Redis."
+        )
 
 
 def write(path: Path, report: str) -> None:
-    """Put the report between the two marks in a page, or at its end; what stands around it is kept."""
+    """Put the report between the two marks in a page, or at its end; what stands around it is kept.
+
+    Raises `ValueError` if one mark is there without the other.
+    """
     text = path.read_text() if path.exists() else "# Performance\n"
+    if (BEGIN in text) != (END in text):
+        raise ValueError(f"{path} has one of these lines without the other: {BEGIN} {END}")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    path.write_text(f"{before.rstrip()}\n\n{BEGIN}\n\n{report}\n\n{END}\n{after.lstrip(chr(10)) and after}")
+    path.write_text(f"{before.rstrip()}\n\n{BEGIN}\n\n{report}\n\n{END}{after or chr(10)}")
+
+
+def _today() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def _target(row: Row) -> str:
+    if row.target is None:
+        return "-"
+    return f"{'at most' if row.is_time else 'at least'} {row.target:g}"
 
 
 def _figure(value: float, unit: str) -> str:
@@ -65,18 +105,9 @@ def _figure(value: float, unit: str) -> str:
 def _row(found: Compared) -> str:
     row = found.row
     ratio = f"{found.ratio:.2f} [{min(found.ratios):.2f}-{max(found.ratios):.2f}]"
-    target = "-" if row.target is None else f"{'at most' if row.is_time else 'at least'} {row.target:g}"
     reached = {None: "-", True: "yes", False: "**no**"}[found.is_reached]
     mine, theirs = _figure(found.mine, row.unit), _figure(found.theirs, row.unit)
-    return f"| {row.what} | {mine} | {row.against} | {theirs} | {ratio} | {target} | {reached} |"
-
-
-def _missing(row: Row, why: str) -> str:
-    return f"| {row.what} | | {row.against} | not measured: {why} | | {row.target or '-'} | - |"
-
-
-def _uncounted(why: str) -> str:
-    return f"| round trips and commits that wrote | | | not measured: {why} | | - | - |"
+    return f"| {row.what} | {mine} | {row.against} | {theirs} | {ratio} | {_target(row)} | {reached} |"
 
 
 def _count(found: Count) -> str:
@@ -86,23 +117,6 @@ def _count(found: Count) -> str:
         f"| round trips and commits that wrote, of {found.what} | {found.trips:g} and {found.commits:g} | "
         f"counted on the wire and in the WAL | | at most {most} | "
         f"at most {found.trips_limit} and {found.commits_limit} | {reached} |"
-    )
-
-
-def _conditions(rig: Rig, rounds: int, seconds: int, command: str) -> str:
-    if rig.server_core is None:
-        cores = "nothing is pinned to a core"
-    else:
-        others = ", ".join(map(str, sorted(rig.other_cores)))
-        rest = "PostgreSQL, Redis and wrk" if rig.is_embedded else "Redis and wrk"
-        cores = f"the server is pinned to core {rig.server_core}, {rest} to core {others}"
-    return (
-        f"Measured on {datetime.now(UTC):%Y-%m-%d} with `{command}`: {rounds} rounds of {seconds} s for each reading "
-        "in turn (A B C ... A B C ...) after one to warm up; medians, and ratios taken within a round. "
-        f"{names.CONNECTIONS} connections over HTTP on loopback; {cores}. One `cronlock serve` process has all routes; "
-        f"its log lines (JSON, one a call; peers write none) go to a file. Pools: {names.CONNECTIONS} connections for "
-        f"cronlock's runs and two for its records, {names.CONNECTIONS} for the article's pattern, up to "
-        f"{2 * names.CONNECTIONS} for Redis."
     )
 
 

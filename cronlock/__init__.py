@@ -3,20 +3,29 @@
 The layers, each of which imports only from those below it:
 
     cli
+    development
+    serving
+    loading | logs
     app
     web
     recovery
     readiness
     runner
     execution
-    gate | context
-    recording
+    context | gate
+    recording | steering
+    explain | stats
     runs
     locks
-    database | models | migrate
+    database | migrate | models
     lending | outcome
     tasks
-    schedule | config | scrub | jsontext | embedded
+    config | embedded | schedule
+    cluster
+    postmaster
+    binaries
+    conninfo | scrub
+    jsontext
     errors
 """
 

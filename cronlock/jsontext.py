@@ -277,7 +277,6 @@ class _Writing:
 
     def _string(self, text: str) -> str:
         self.size += len(text) + 2
-        self.is_cut |= len(text) > self.limit
         return clean(text[: self.limit])
 
     def _integer(self, number: int) -> Any:
@@ -306,7 +305,7 @@ class _Writing:
 
     def _mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for key, item in dict.items(value) if isinstance(value, dict) else value.items():
+        for key, item in value.items():
             if self.size > self.limit:
                 self.is_cut = True
                 break

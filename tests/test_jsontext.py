@@ -312,6 +312,11 @@ class Endless(list[int]):
         return itertools.count()
 
 
+class EndlessItems(collections.UserDict[str, Any]):
+    def items(self) -> Any:
+        return ((str(number), number) for number in itertools.count())
+
+
 class Colour(enum.Enum):
     RED = "red"
 
@@ -510,6 +515,7 @@ def test_a_stack_that_is_nearly_full_is_survived() -> None:
         [None] * 70_000,
         [object()] * 2000,
         Endless(),
+        EndlessItems(),
     ],
     ids=short,
 )
@@ -524,6 +530,18 @@ def test_what_is_too_large_is_cut_with_a_mark(value: object) -> None:
     assert found["cronlock"] == "truncated"
     assert found["size"] > 65536
     assert len(text) > 65530
+
+
+def test_a_cut_is_told_even_if_what_is_left_would_fit() -> None:
+    names = {chr(number): number for number in range(0xD800, 0xE000)}  # all of them become U+FFFD
+    text = dump_result(names, limit=256)
+    assert text is not None
+    assert json.loads(text)["cronlock"] == "truncated"
+
+
+def test_with_no_memory_left_there_is_still_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cronlock.jsontext._dumps", mock.Mock(side_effect=MemoryError))
+    assert dump_result({"a": 1}) == '{"cronlock":"not serialisable","type":"object"}'
 
 
 def test_a_result_that_doubles_with_every_level_is_cut_in_time() -> None:
@@ -623,7 +641,7 @@ def test_plain_results_are_kept_unchanged(value: object) -> None:
     assert (json.loads(text) if text is not None else None) == value
 
 
-HARD = [
+HARD: list[Any] = [
     "\0", "\ud800", "\ud83d\ude00", {"\0": "\udfff"}, float("nan"), float("inf"), 1e308, 5e-324, -0.0,
     10**MAX_DIGITS - 1, 10**5000, 2**53 + 1, nested(MAX_DEPTH), nested(1000), looped(), "x" * 100_000,
     ["\u2028\x7f\x1f\"\\"] * 50, {None: 1, 1.5: 2}, b"\xff\0", Broken(), Endless(), decimal.Decimal("1e5000"),
