@@ -12,7 +12,7 @@ from benchmarks import machine, sameness, trips
 from benchmarks.arms import ARMS, DISK, Arm, Wrong
 from benchmarks.rig import Rig
 from benchmarks.rows import GROUPS, ROWS, TRIPS, Round, Row
-from benchmarks.table import Report, write
+from benchmarks.table import Report, surroundings, write
 
 LEAST_ROUNDS = 5
 
@@ -62,6 +62,11 @@ def arguments() -> argparse.Namespace:
         parser.error("--write is for measurements, and the short form is none")
     if given.only and given.write:
         parser.error("--write is for the whole table")
+    if given.write:
+        try:
+            surroundings(given.write)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
     if given.rounds is None:
         given.rounds = 1 if given.short else LEAST_ROUNDS
     if given.seconds is None:
@@ -74,8 +79,9 @@ def arguments() -> argparse.Namespace:
 def find_missing(rows: list[Row]) -> dict[Row, str]:
     """The rows that cannot be measured here, and why; what they need is installed first where that is possible."""
     found = {}
-    without_wrk = machine.install("wrk")
-    without_redis = None
+    without_wrk = without_redis = None
+    if any(not row.is_time for row in rows):
+        without_wrk = machine.install("wrk")
     if any(row.needs_redis for row in rows):
         without_redis = (
             machine.install("redis-server") or machine.missing_module("redis") or machine.missing_module("hiredis")

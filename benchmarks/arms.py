@@ -23,8 +23,10 @@ class Reading:
 
     value: float
     load: Load | None = None
-    cpu_us: float = 0.0
+    server_us: float = 0.0
     """CPU time of the server for each answer."""
+    postgres_us: float | None = None
+    """The same of an embedded PostgreSQL."""
     rows: int = 0
     answers: int = 0
 
@@ -46,19 +48,26 @@ class Storm:
         if not self.is_logging:
             rig.get("/-/logging/ERROR")
         try:
-            answered, newest, cpu = rig.answers(), rig.newest_run(), rig.cpu_seconds()
+            answered, newest, (server, postgres) = rig.answers(), rig.newest_run(), rig.cpu_seconds()
             load = burst(rig.port, self.route, self.tasks, round(seconds), is_own=self.is_own)
-            cpu = rig.cpu_seconds() - cpu
             answers = rig.answers() - answered
+            server_now, postgres_now = rig.cpu_seconds()
             written = rig.written_since(newest)
         finally:
             if not self.is_logging:
                 rig.get("/-/logging/INFO")
         self._check(load, answers, written)
-        return Reading(load.per_second, load, cpu / max(answers, 1) * 1e6, sum(written.values()), answers)
+        return Reading(
+            load.per_second,
+            load,
+            server_us=(server_now - server) / answers * 1e6,
+            postgres_us=(postgres_now - postgres) / answers * 1e6 if rig.is_embedded else None,
+            rows=sum(written.values()),
+            answers=answers,
+        )
 
     def _check(self, load: Load, answers: int, written: dict[str, int]) -> None:
-        if load.refused or load.broken:
+        if load.refused or load.broken or not answers:
             raise Wrong(f"/{self.route}: {load.refused} answers were no success, {load.broken} connections broke")
         expected = {self.status: answers} if self.status else {}
         if written != expected:

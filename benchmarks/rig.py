@@ -41,6 +41,7 @@ class Rig:
         self.server_core, self.other_cores = machine.split_cores()
         self.is_embedded = not os.environ.get("DATABASE_URL")
         self.url = ""
+        self.postgres_pid: int | None = None
         self.port = free_port()
         self.load_before = os.getloadavg()[0]
         self._questions = 0
@@ -66,7 +67,7 @@ class Rig:
         self.directory = directory = Path(tempfile.mkdtemp(prefix="cronlock-benchmarks-"))
         stack.callback(shutil.rmtree, directory)
         directory.chmod(0o755)  # root's PostgreSQL runs as another user, who must get through
-        self.url = stack.enter_context(database(directory))
+        self.url, self.postgres_pid = stack.enter_context(database(directory))
         migrate(self.url, "cronlock")
         self.connection = stack.enter_context(psycopg.connect(self.url, autocommit=True))
         self._prepare_tables()
@@ -111,10 +112,11 @@ class Rig:
         with Client(self.port) as client:
             return client.get(path)
 
-    def cpu_seconds(self) -> float:
-        """The CPU time that the server under test has used so far."""
+    def cpu_seconds(self) -> tuple[float, float]:
+        """The CPU time that the server under test and an embedded PostgreSQL have used so far."""
         assert self._server is not None
-        return machine.cpu_seconds(self._server.pid)
+        postgres = machine.family_cpu_seconds(self.postgres_pid) if self.postgres_pid else 0.0
+        return machine.cpu_seconds(self._server.pid), postgres
 
     def answers(self) -> int:
         """How many answers the server has given, once none is due; those to this question are not counted."""
@@ -151,17 +153,20 @@ class Rig:
 
 
 @contextmanager
-def database(directory: Path) -> Iterator[str]:
-    """A database of our own: on an embedded server, or on the one that DATABASE_URL names."""
+def database(directory: Path) -> Iterator[tuple[str, int | None]]:
+    """A database of our own, and the process id of its server where that is ours: the one that is started here.
+
+    Where DATABASE_URL is set, the database is made on the server that it names.
+    """
     if not (given := os.environ.get("DATABASE_URL")):
         with Embedded(directory / "postgres", settings=POSTGRES) as server:
-            yield server.url
+            yield server.url, server.pid
         return
     name = f"cronlock_benchmark_{os.getpid()}"
     with psycopg.connect(given, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}")
         try:
-            yield make_conninfo(given, dbname=name)
+            yield make_conninfo(given, dbname=name), None
         finally:
             connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 

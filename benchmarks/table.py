@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import machine, names
-from benchmarks.arms import ARMS, DISK, Storm
+from benchmarks.arms import ARMS, DISK, Reading, Storm
 from benchmarks.rig import Rig
 from benchmarks.rows import Compared, Round, Row
 from benchmarks.trips import Count
@@ -75,17 +75,19 @@ class Report:
         )
 
 
-def write(path: Path, report: str) -> None:
-    """Put the report between the two marks in a page, or at its end; what stands around it is kept.
+def write(page: Path, report: str) -> None:
+    """Put the report between the two marks in a page, or at its end; what stands around it is kept."""
+    before, after = surroundings(page)
+    page.write_text(f"{before.rstrip()}\n\n{BEGIN}\n\n{report}\n\n{END}{after or chr(10)}")
 
-    Raises `ValueError` if one mark is there without the other.
-    """
-    text = path.read_text() if path.exists() else "# Performance\n"
+
+def surroundings(page: Path) -> tuple[str, str]:
+    """What stands before and after the report in a page; raises `ValueError` if one of the two marks is missing."""
+    text = page.read_text() if page.exists() else "# Performance\n"
     if (BEGIN in text) != (END in text):
-        raise ValueError(f"{path} has one of these lines without the other: {BEGIN} {END}")
+        raise ValueError(f"{page} has one of these lines without the other: {BEGIN} {END}")
     before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before.rstrip()}\n\n{BEGIN}\n\n{report}\n\n{END}{after or chr(10)}")
+    return before, rest.partition(END)[2]
 
 
 def _today() -> str:
@@ -136,8 +138,8 @@ def _proof(rounds: list[Round]) -> str:
 
 def _readings(rounds: list[Round]) -> str:
     lines = [
-        "| reading | median | p50 ms | p99 ms | server CPU us/answer | bytes/answer |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| reading | median | p50 ms | p99 ms | server CPU us/answer | PostgreSQL CPU us/answer | bytes/answer |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name in rounds[0]:
         found = [one[name] for one in rounds]
@@ -148,13 +150,19 @@ def _readings(rounds: list[Round]) -> str:
             cells += [
                 f"{median(load.p50_ms for load in loads):.2f}",
                 f"{median(load.p99_ms for load in loads):.1f}",
-                f"{median(reading.cpu_us for reading in found):.0f}",
+                f"{median(reading.server_us for reading in found):.0f}",
+                _postgres_us(found),
                 f"{median(load.bytes / load.requests for load in loads):.0f}",
             ]
         else:
-            cells += ["", "", "", ""]
+            cells += [""] * 5
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _postgres_us(found: list[Reading]) -> str:
+    known = [reading.postgres_us for reading in found if reading.postgres_us is not None]
+    return f"{median(known):.0f}" if known else "-"
 
 
 def _machine(rig: Rig) -> str:

@@ -98,7 +98,8 @@ class Cronlock:
     async def start_call(self, task: Task, payload: Any, *, trigger: str, caller: str | None) -> Outcome:
         """Run `task` with a validated payload; `run()` and the cron route both end here."""
         process = self._process or await self.open()
-        await process.readiness.require()
+        if not process.readiness.is_ready:
+            await process.readiness.require()
         return await process.runner.call(Call(task, payload, trigger, caller, contextvars.copy_context()))
 
     async def open(self) -> "Process":

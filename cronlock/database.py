@@ -18,6 +18,7 @@ from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout, TooManyRequests
 from sqlalchemy import Connection as SqlConnection
 from sqlalchemy import create_engine
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection as AsyncSqlConnection
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
@@ -99,18 +100,19 @@ class AsyncSeat:
         self.connection = connection
         self.sql: AsyncSqlConnection | None = None
 
-    async def send(self, message: bytes, rows_at: int = -1) -> Reply:
+    async def send(self, message: bytes, rows_at: int | None = None) -> Reply:
         """Send one message of several statements; raises the `psycopg.Error` of the first that fails.
 
-        `rows_at` says which statement's rows are wanted, as an index into the message.
+        `rows_at` is the statement whose rows are wanted, as an index into the message; None for none.
         """
         cursor = psycopg.AsyncClientCursor(self.connection, row_factory=tuple_row)
         await cursor.execute(message)
         await cursor.set_result(-1)
         tag = cursor.statusmessage or ""
-        if rows_at != -1:
-            await cursor.set_result(rows_at)
-        return Reply(await cursor.fetchall() if cursor.description is not None else [], tag)
+        if rows_at is None:
+            return Reply([], tag)
+        await cursor.set_result(rows_at)
+        return Reply(await cursor.fetchall(), tag)
 
     def face(self) -> AsyncSqlConnection:
         """SQLAlchemy over this connection, in the transaction that is open on it."""
@@ -154,18 +156,19 @@ class ThreadSeat:
         self.connection = connection
         self.sql: SqlConnection | None = None
 
-    async def send(self, message: bytes, rows_at: int = -1) -> Reply:
+    async def send(self, message: bytes, rows_at: int | None = None) -> Reply:
         """As `AsyncSeat.send`."""
         return await self.database.in_thread(self._send, message, rows_at)
 
-    def _send(self, message: bytes, rows_at: int) -> Reply:
+    def _send(self, message: bytes, rows_at: int | None) -> Reply:
         cursor = psycopg.ClientCursor(self.connection, row_factory=tuple_row)
         cursor.execute(message)
         cursor.set_result(-1)
         tag = cursor.statusmessage or ""
-        if rows_at != -1:
-            cursor.set_result(rows_at)
-        return Reply(cursor.fetchall() if cursor.description is not None else [], tag)
+        if rows_at is None:
+            return Reply([], tag)
+        cursor.set_result(rows_at)
+        return Reply(cursor.fetchall(), tag)
 
     def face(self) -> SqlConnection:
         """As `AsyncSeat.face`."""
@@ -336,7 +339,9 @@ class Database:
     async def recording(self) -> AsyncIterator["psycopg.AsyncConnection[Any]"]:
         """A connection of the recording pool; raises `Unavailable`."""
         try:
-            connection = await self.records.getconn()
+            while is_gone(connection := await self.records.getconn()):
+                await connection.close()
+                await self.records.putconn(connection)
         except (PoolTimeout, TooManyRequests):
             raise Unavailable("database_unavailable", "the database cannot be reached") from None
         try:
@@ -365,17 +370,26 @@ class Database:
         return self.server
 
     async def _introduce(self) -> None:
+        limit = self.settings.acquire_timeout.total_seconds()
         for is_async in (True, False) if self.has_threads else (True,):
-            seat = await self.acquire(is_async, self.settings.acquire_timeout.total_seconds())
+            seat = await self.acquire(is_async, limit)
             seat.connection.closing = True
-            creating.set(seat.connection)
-            if isinstance(seat, AsyncSeat):
-                async with self.engine.connect():
-                    pass
-            else:
-                await self.in_thread(self._introduce_sync, seat.connection)
-            seat.connection.closing = False
-            await seat.give_back()
+            try:
+                if isinstance(seat, AsyncSeat):
+                    await within(limit, seat.connection, self._introduce_async(seat.connection))
+                else:
+                    talk = self.in_thread(self._introduce_sync, seat.connection)
+                    await within(limit, seat.connection, talk)
+            except DBAPIError as error:
+                raise Unavailable("database_unavailable", "the connection broke off at its first use") from error
+            finally:
+                seat.connection.closing = False
+                await seat.give_back()
+
+    async def _introduce_async(self, connection: AsyncTaskConnection) -> None:
+        creating.set(connection)
+        async with self.engine.connect():
+            pass
 
     def _introduce_sync(self, connection: ThreadTaskConnection) -> None:
         creating.set(connection)
@@ -398,7 +412,7 @@ async def ask(connection: "psycopg.AsyncConnection[Any]", message: bytes) -> lis
     await cursor.execute(message)
     replies: list[list[Row]] = []
     while True:
-        if cursor.description is not None:
+        if cursor.pgresult is not None and cursor.pgresult.nfields:
             replies.append(await cursor.fetchall())
         if not cursor.nextset():
             return replies

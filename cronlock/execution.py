@@ -60,6 +60,8 @@ class Execution:
         self.is_progress_written = True
         loop = asyncio.get_running_loop()
         self.stop: asyncio.Future[Stop] = loop.create_future()
+        self.turned: asyncio.Future[None] = loop.create_future()
+        """Done as soon as the code has returned or the run is to stop."""
         self.answer: asyncio.Future[Outcome] = loop.create_future()
 
     @property
@@ -79,6 +81,12 @@ class Execution:
         """Stop the run; the first reason counts."""
         if not self.stop.done():
             self.stop.set_result(stop)
+            self.turn()
+
+    def turn(self, _: object = None) -> None:
+        """There is something to do about this run."""
+        if not self.turned.done():
+            self.turned.set_result(None)
 
     def reply(self, outcome: Outcome) -> None:
         """Answer the caller, once."""

@@ -217,7 +217,7 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
 TaskConnection = AsyncTaskConnection | ThreadTaskConnection
 
 
-def is_gone(connection: TaskConnection) -> bool:
+def is_gone(connection: "psycopg.BaseConnection[Any]") -> bool:
     """Whether the server has closed its side; asks the kernel, sends nothing, safe from any thread."""
     try:
         poller = select.poll()

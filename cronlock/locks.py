@@ -75,42 +75,6 @@ def opening(task: Task, server: Server) -> bytes:
     return join(lines)
 
 
-def closing(schema: str, run_id: int, opened_us: int, result: str | None, is_touched: bool) -> bytes:
-    """Commit the task's work and the run's `completed` together, or raise.
-
-    Every check is SQL that raises, and COMMIT is the last statement. `is_touched` says whether the task was
-    handed its connection: if not, there is nothing of its doing to reset. `result` is ASCII JSON text, so
-    the message is the same in every client_encoding a task may have set.
-    """
-    lines: list[sql.Composable] = []
-    if is_touched:
-        lines += [
-            sql.SQL("SET CONSTRAINTS ALL IMMEDIATE"),
-            sql.SQL(f"RELEASE SAVEPOINT {SAVEPOINT}"),
-            *RESETS,
-            set_local({"search_path": "pg_catalog", "statement_timeout": 30000, "lock_timeout": 30000}),
-        ]
-    lines += [
-        sql.SQL("SET LOCAL synchronous_commit = on"),
-        sql.SQL(
-            "SELECT (CASE WHEN (extract(epoch FROM pg_catalog.now()) OPERATOR(pg_catalog.*) 1000000)::pg_catalog.int8"
-            " OPERATOR(pg_catalog.=) {opened} THEN 'true' ELSE {ended} END)::pg_catalog.bool"
-        ).format(opened=opened_us, ended=ENDED),
-        sql.SQL(
-            "WITH ended AS (UPDATE {run} SET status = 'completed', finished_at = pg_catalog.clock_timestamp(),"
-            " result = {result}::pg_catalog.text"
-            " WHERE id OPERATOR(pg_catalog.=) {id} AND status OPERATOR(pg_catalog.=) ANY ('{{running,lost}}')"
-            " RETURNING 1)"
-            " SELECT (CASE WHEN pg_catalog.count(*) OPERATOR(pg_catalog.=) 1 THEN 'true' ELSE {no_row} END)"
-            "::pg_catalog.bool FROM ended"
-        ).format(run=sql.Identifier(schema, "run"), result=result, id=run_id, no_row=NO_ROW),
-    ]
-    if is_touched:
-        lines += LEFTOVERS
-    lines.append(sql.SQL("COMMIT"))
-    return join(lines)
-
-
 RESETS = [sql.SQL("RESET SESSION AUTHORIZATION"), sql.SQL("RESET ROLE"), sql.SQL("RESET ALL")]
 LEFTOVERS = [
     sql.SQL("UNLISTEN *"),
@@ -138,6 +102,63 @@ def set_local(settings: dict[str, str | int]) -> sql.Composable:
 def join(lines: Sequence[sql.Composable]) -> bytes:
     """One message of several statements."""
     return sql.SQL("; ").join(lines).as_bytes(None)
+
+
+class Closing:
+    """The message that commits a task's work and its run's `completed` together, or raises.
+
+    Every check is SQL that raises, and COMMIT is the last statement. It is put together once for a schema;
+    a run adds its numbers and its result.
+    """
+
+    def __init__(self, schema: str) -> None:
+        self._pieces = {is_touched: self._compose(schema, is_touched) for is_touched in (False, True)}
+
+    @staticmethod
+    def _compose(schema: str, is_touched: bool) -> list[bytes]:
+        hole = sql.SQL("\0")
+        before = [
+            sql.SQL("SET CONSTRAINTS ALL IMMEDIATE"),
+            sql.SQL(f"RELEASE SAVEPOINT {SAVEPOINT}"),
+            *RESETS,
+            set_local({"search_path": "pg_catalog", "statement_timeout": 30000, "lock_timeout": 30000}),
+        ]
+        checks = [
+            sql.SQL("SET LOCAL synchronous_commit = on"),
+            sql.SQL(
+                "SELECT (CASE WHEN (extract(epoch FROM pg_catalog.now()) OPERATOR(pg_catalog.*) 1000000)"
+                "::pg_catalog.int8 OPERATOR(pg_catalog.=) {opened} THEN 'true' ELSE {ended} END)::pg_catalog.bool"
+            ).format(opened=hole, ended=ENDED),
+            sql.SQL(
+                "WITH ended AS (UPDATE {run} SET status = 'completed', finished_at = pg_catalog.clock_timestamp(),"
+                " result = {result}::pg_catalog.text"
+                " WHERE id OPERATOR(pg_catalog.=) {id} AND status OPERATOR(pg_catalog.=) ANY ('{{running,lost}}')"
+                " RETURNING 1)"
+                " SELECT (CASE WHEN pg_catalog.count(*) OPERATOR(pg_catalog.=) 1 THEN 'true' ELSE {no_row} END)"
+                "::pg_catalog.bool FROM ended"
+            ).format(run=sql.Identifier(schema, "run"), result=hole, id=hole, no_row=NO_ROW),
+        ]
+        lines = [*before, *checks, *LEFTOVERS] if is_touched else checks
+        return join([*lines, sql.SQL("COMMIT")]).split(b"\0")
+
+    def message(self, run_id: int, opened_us: int, result: str | None, is_touched: bool) -> bytes:
+        """The closing of one run.
+
+        `result` is JSON text in ASCII, so that the message is the same in every client_encoding a task may
+        have set. `is_touched` says whether the task was handed its connection: if not, there is nothing of
+        its doing to reset.
+        """
+        start, middle, later, end = self._pieces[is_touched]
+        said = b"NULL" if result is None else quoted(result)
+        return b"".join((start, b"%d" % opened_us, middle, said, later, b"%d" % run_id, end))
+
+
+def quoted(text: str) -> bytes:
+    """ASCII text as an SQL literal; right whatever standard_conforming_strings says."""
+    text = text.replace("'", "''")
+    if "\\" in text:
+        return b" E'" + text.replace("\\", "\\\\").encode("ascii") + b"'"
+    return b"'" + text.encode("ascii") + b"'"
 
 
 REFUSED = b"COMMIT"  # not ROLLBACK: psycopg drops its prepared statements after one

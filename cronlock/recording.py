@@ -32,6 +32,8 @@ HEAD = (
 PATIENT = (runs.STOPPING, runs.END)
 GROUP = 500
 BACKOFF = (0.1, 5.0)
+SLOW = 0.03
+"""Seconds after which rows no longer wait for the message under way: larger groups are cheaper than more of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +54,7 @@ class Recorder:
         self._statements = statements
         self._waiting: list[Entry] = []
         self._writers: set[asyncio.Task[None]] = set()
+        self._spare: asyncio.TimerHandle | None = None
         self._writer_limit = database.settings.record_pool_size
         self._limit = database.settings.record_queue_size
         self._backoff = BACKOFF[0]
@@ -79,17 +82,29 @@ class Recorder:
             log.error("records could not be written before the process ended", extra={"records": len(self._waiting)})
 
     def _wake(self) -> None:
-        if len(self._writers) < self._writer_limit:
-            writer = asyncio.get_running_loop().create_task(self._write())
-            self._writers.add(writer)
-            writer.add_done_callback(self._writers.discard)
+        if not self._writers:
+            self._start_writer()
+        elif self._spare is None and len(self._writers) < self._writer_limit:
+            self._spare = asyncio.get_running_loop().call_later(SLOW, self._start_spare)
+
+    def _start_writer(self) -> None:
+        self._writers.add(asyncio.get_running_loop().create_task(self._write()))
+
+    def _start_spare(self) -> None:
+        """The message under way is slow: what waits behind it goes on another connection."""
+        self._spare = None
+        if self._waiting and len(self._writers) < self._writer_limit:
+            self._start_writer()
 
     async def _write(self) -> None:
-        # Everything that became ready in this turn of the loop joins the group.
-        await asyncio.sleep(0)
-        while self._waiting:
-            group, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
-            await self._write_group([entry for entry in group if not entry.written.done()])
+        try:
+            # Everything that became ready in this turn of the loop joins the group.
+            await asyncio.sleep(0)
+            while self._waiting:
+                group, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
+                await self._write_group([entry for entry in group if not entry.written.done()])
+        finally:
+            self._writers.discard(asyncio.current_task())
 
     async def _write_group(self, group: list[Entry]) -> None:
         if not group:

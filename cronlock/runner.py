@@ -43,7 +43,13 @@ DECISION_MARGIN = 0.5
 WATCH = 0.4
 STATEMENT_GRACE = 0.4
 CODE_GRACE = 0.4
+ANSWER_WITHIN = 0.9
 OUTCOME_WAIT = 10.0
+ENDED_BY_SERVER = (None, "57P01", "57P02", "57P05", "25P03")
+CLOSE_WAIT = 35.0
+"""When the caller is told that a commit has no answer yet; its statements have 30 s."""
+CLOSE_MARGIN = 60.0
+"""How much longer than the task's timeout a commit may be without an answer before its connection is cut."""
 PING = 3.0
 RECORD_WAIT = 5.0
 SLOT_WAIT = 0.5
@@ -78,6 +84,7 @@ class Runner:
         shares_slots = database.settings.pooler == "transaction" and not database.settings.direct_url
         self._record_wait = SLOT_WAIT if shares_slots else RECORD_WAIT
         self._openings: dict[str, bytes] = {}
+        self._closing = locks.Closing(database.settings.schema_name)
         self._background: set[asyncio.Task[Any]] = set()
         self._watch: asyncio.Task[None] | None = None
         self._own = contextvars.copy_context()
@@ -165,6 +172,7 @@ class Runner:
     async def _open(self, task: Task) -> tuple[Seat, tuple[Any, ...]]:
         """Open a transaction and try the lock in it; a connection that proves dead is replaced."""
         limit = task.acquire_timeout.total_seconds()
+        until = time.monotonic() + limit
         while True:
             seat = await self.database.acquire(task.is_async, limit)
             try:
@@ -172,7 +180,7 @@ class Runner:
             except psycopg.Error as error:
                 is_dead = seat.connection.closed or is_gone(seat.connection)
                 await self._throw_away(seat)
-                if is_dead and error.sqlstate in (None, "57P01", "57P02", "57P05", "25P03"):
+                if is_dead and error.sqlstate in ENDED_BY_SERVER and time.monotonic() < until:
                     continue
                 raise unavailable(error) from error
             (row,) = reply.rows
@@ -368,10 +376,11 @@ class Runner:
         else:
             code = in_thread(task, run, context.run)
         try:
-            await asyncio.wait((code, execution.stop), return_when=asyncio.FIRST_COMPLETED)
+            code.add_done_callback(execution.turn)
+            await execution.turned
             if execution.stop.done():
                 await self._stop(execution, execution.stop.result(), code)
-            await asyncio.wait((code,))
+                await asyncio.wait((code,))
             returned = Returned(error=asyncio.CancelledError()) if code.cancelled() else code.result()
         finally:
             timer.cancel()
@@ -389,6 +398,8 @@ class Runner:
         seat, lending = execution.seat, execution.lending
         lending.stopped = stop.message
         self.recorder.put(runs.STOPPING, {"nonce": execution.call.nonce})
+        early = self._outcome(execution, stop.status, failure=Failure(kind(stop), stop.message))
+        asyncio.get_running_loop().call_later(ANSWER_WITHIN, execution.reply, early)
         if stop.status != "lost" and lending.in_flight:
             await seat.cancel()
             await self._until_idle(execution)
@@ -397,7 +408,6 @@ class Runner:
         await asyncio.wait((code,), timeout=CODE_GRACE)
         if code.done():
             return
-        early = self._outcome(execution, stop.status, failure=Failure(kind(stop), stop.message))
         execution.reply(early)
         log.warning(
             "%s is stopped but its code goes on; it keeps its lock until it returns",
@@ -419,7 +429,7 @@ class Runner:
         while not code.done() and not seat.connection.closed:
             if not execution.lending.in_flight:
                 try:
-                    await seat.send(message)
+                    await within(RECORD_WAIT, seat.connection, seat.send(message))
                     message = locks.PING
                 except psycopg.Error:
                     break
@@ -514,16 +524,19 @@ class Runner:
 
     async def _commit(self, execution: Execution, result: str | None, is_touched: bool) -> Outcome:
         """Send the closing message. It is never cancelled, and after any error the row has the last word."""
-        message = locks.closing(
-            self.database.settings.schema_name, execution.run_id, execution.opened_us, result, is_touched
-        )
+        message = self._closing.message(execution.run_id, execution.opened_us, result, is_touched)
         seat = execution.seat
+        rows_at = locks.LEFTOVERS_AT[True] if is_touched else None
+        limit = execution.task.timeout.total_seconds() + CLOSE_MARGIN
+        timer = asyncio.get_running_loop().call_later(CLOSE_WAIT, self._reply_unknown, execution)
         try:
-            reply = await seat.send(message, locks.LEFTOVERS_AT[True] if is_touched else -1)
+            reply = await within(limit, seat.connection, seat.send(message, rows_at))
         except psycopg.Error as error:
             if seat.connection.closed or is_gone(seat.connection):
                 return await self._settle(execution, result)
             return await self._fail(execution, "failed", failure(self._cause(execution, error), self.scrub))
+        finally:
+            timer.cancel()
         if reply.tag != "COMMIT":
             return await self._fail(
                 execution, "failed", Failure("TransactionEnded", "the commit was answered by a rollback")
@@ -584,11 +597,16 @@ class Runner:
                 if status == "completed":
                     return self._outcome(execution, "completed", result=result)
                 return self._outcome(execution, "lost", failure=failure(lost(), self.scrub))
-            if time.monotonic() - started > OUTCOME_WAIT and not execution.answer.done():
-                execution.answer.set_exception(
-                    Unavailable("outcome_unknown", f"run {execution.run_id}: its commit was sent, no answer came yet")
-                )
+            if time.monotonic() - started > OUTCOME_WAIT:
+                self._reply_unknown(execution)
             await asyncio.sleep(0.05 if time.monotonic() - started < 2 else 0.5)
+
+    def _reply_unknown(self, execution: Execution) -> None:
+        if execution.answer.done():
+            return
+        message = f"run {execution.run_id}: its commit was sent, no answer came yet; its row will say how it ended"
+        execution.answer.set_exception(Unavailable("outcome_unknown", message))
+        execution.answer.exception()  # its caller may have gone
 
     async def _fail(
         self, execution: Execution, status: str, why: Failure, *, retry_after: int | None = None
@@ -600,9 +618,10 @@ class Runner:
         """
         row = self._ending(execution.call.nonce, status, why)
         written = self._put_ending(row)
-        await asyncio.wait((written,), timeout=self._record_wait)
         seat = execution.seat
         run = execution.run
+        # With the connection the lock has gone, and there is nothing that the record must come before.
+        await asyncio.wait((written,), timeout=SLOT_WAIT if is_gone(seat.connection) else self._record_wait)
         execution.lending.is_over = True
         try:
             if run is not None:
@@ -613,7 +632,7 @@ class Runner:
         record = b"" if written.done() else self.recorder.message(runs.END, row)
         try:
             message = locks.giving_up(is_touched, record)
-            rows_at = locks.LEFTOVERS_AT[False]
+            rows_at = locks.LEFTOVERS_AT[False] if is_touched else None
             reply = await within(RECORD_WAIT, seat.connection, seat.send(message, rows_at))
         except psycopg.Error:
             await discard(seat)

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from psycopg import sql
 
-from cronlock.locks import key_expression
+from cronlock.locks import key_expression, quoted
 from cronlock.tasks import Task
 
 HERE = "(SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = pg_catalog.current_database())"
@@ -212,14 +212,6 @@ class Instance:
     release: str | None
 
 
-def literal(rows: Sequence[dict[str, Any]]) -> bytes:
-    """A list of rows as an SQL literal of JSON in ASCII; right whatever standard_conforming_strings says."""
-    text = encode(rows).replace("'", "''")
-    if "\\" in text:
-        return b" E'" + text.replace("\\", "\\\\").encode("ascii") + b"'"
-    return b"'" + text.encode("ascii") + b"'"
-
-
 class Statements:
     """The statements of this module for one schema and one process, as messages."""
 
@@ -244,7 +236,7 @@ class Statements:
     def rows(self, text: str, rows: Sequence[dict[str, Any]]) -> bytes:
         """One of the statements that take a list, with its list of rows."""
         before, after = self._halves[text]
-        return b"".join((before, literal(rows), after))
+        return b"".join((before, quoted(encode(rows)), after))
 
     def prepare(self) -> bytes:
         """A message after which `execute` works on a connection: planning them costs more than running them."""
@@ -256,7 +248,7 @@ class Statements:
 
     def execute(self, text: str, rows: Sequence[dict[str, Any]]) -> bytes:
         """As `rows`, on a connection that was sent `prepare`."""
-        return b"".join((b"EXECUTE ", self._prepared[text], b"(", literal(rows), b")"))
+        return b"".join((b"EXECUTE ", self._prepared[text], b"(", quoted(encode(rows)), b")"))
 
     def fill(self, text: str, **values: Any) -> bytes:
         """A statement with its values."""

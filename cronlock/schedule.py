@@ -106,7 +106,7 @@ class Schedule:
     def _wall_ticks(self, local: datetime) -> Iterator[datetime]:
         """Ticks of the wall clock, without a zone, from `local` on, or from where it will be put back to."""
         put_back = max(_offset(local, 0) - _offset(local, 1), timedelta())
-        return CronSim(" ".join(self.fields), local.replace(tzinfo=None) - put_back - timedelta(seconds=1))
+        return CronSim(" ".join(self.fields), local.replace(tzinfo=None) - put_back)
 
     def _moments(self, tick: datetime) -> tuple[datetime | None, datetime | None]:
         """When the wall clock shows `tick` for the first and for the second time, as far as this schedule counts it."""

@@ -106,14 +106,10 @@ async def unbound_threads() -> AsyncIterator[None]:
 
     It would wait for its executor without a limit, so in the end it is handed one that has nothing to do.
     """
-    loop = asyncio.get_running_loop()
-    executor = ThreadPoolExecutor(thread_name_prefix="cronlock-asyncio")
-    loop.set_default_executor(executor)
     try:
         yield
     finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-        loop.set_default_executor(ThreadPoolExecutor(1))
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
 
 def end_process(code: int = 0, within: float = 2.0) -> None:

@@ -27,7 +27,7 @@ cron = Cronlock()
 also = cron
 
 class Span(BaseModel):
-    seconds: float = 0
+    lasts: float = 0
 
 class Tasks:
     cron = cron
@@ -37,8 +37,8 @@ def make() -> Cronlock:
 
 @cron.task("sleep", schedule="*/5 * * * *")
 async def sleep(run: Run, span: Span) -> dict:
-    await asyncio.sleep(span.seconds)
-    return {"slept": span.seconds}
+    await asyncio.sleep(span.lasts)
+    return {"slept": span.lasts}
 
 @cron.task("fail")
 async def fail(run: Run) -> None:
@@ -84,11 +84,18 @@ def cronlock(
 class Running:
     """A command that goes on; killed at the end if it has not ended by then."""
 
-    def __init__(self, *arguments: str, cwd: Path, env: dict[str, str], user: int | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        env: dict[str, str],
+        user: int | None = None,
+        command: tuple[str, ...] = COMMAND,
+    ) -> None:
         self._output = cwd / f"output-{time.monotonic_ns()}.txt"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*COMMAND, *arguments],
+                [*command, *arguments],
                 cwd=cwd,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -148,9 +155,14 @@ def served(cwd: Path, app: str = "shop:cron", **settings: str) -> Iterator[tuple
     """`cronlock serve` on a free port; the process and its URL."""
     env = environment(**{"CRONLOCK_LOG_FORMAT": "text", **settings})
     with Running("serve", app, "--port", "0", cwd=cwd, env=env) as server:
-        found = re.search(r"serving .* on (http://[0-9.:]+)", server.until_says("serving "))
-        assert found is not None
-        yield server, found[1]
+        yield server, address(server)
+
+
+def address(server: Running) -> str:
+    """The URL that `cronlock serve` says it serves on."""
+    found = re.search(r"serving .* on (http://[0-9.:]+)", server.until_says("serving "))
+    assert found is not None
+    return found[1]
 
 
 def descendants(pid: int) -> set[int]:

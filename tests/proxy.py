@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 PROTOCOL_3 = 0x00030000
 CANCEL_REQUEST = 80877102
+PROXY = "proxy"
+"""The name of every asyncio task of a proxy."""
 LINGER_RST = struct.pack("ii", 1, 0)
 
 
@@ -135,6 +137,7 @@ class Proxy:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        task.set_name(PROXY)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         try:
@@ -146,7 +149,8 @@ class Proxy:
         link = Link(writer, server)
         self.links.append(link)
         try:
-            await asyncio.gather(self._up(reader, link), self._down(server_reader, link))
+            both = (self._up(reader, link), self._down(server_reader, link))
+            await asyncio.gather(*(asyncio.create_task(way, name=PROXY) for way in both))
         except (OSError, asyncio.CancelledError):
             pass
         finally:
@@ -158,6 +162,8 @@ class Proxy:
     async def _up(self, reader: asyncio.StreamReader, link: Link) -> None:
         async for chunk in chunks(reader):
             await self._flowing.wait()
+            if link.is_cut:
+                return
             for message in link.messages(chunk):
                 if self._needle is not None and self._needle in message:
                     self._needle = None

@@ -370,6 +370,16 @@ def test_cancelling_what_has_ended_changes_nothing(call: Callable[..., Result], 
     assert value(db, "SELECT cancel_requested_at FROM cronlock.run") is None
 
 
+def test_cancelling_a_run_whose_process_is_gone_closes_it_as_lost(
+    call: Callable[..., Result], db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cronlock.cli.runs.CANCEL_WAIT", 0.1)
+    run_id = write(db, status="running", backend_pid=1)
+    result = call("runs", "cancel", str(run_id), "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["status"] == "lost"
+
+
 def test_terminate_ends_the_backend_of_code_that_does_not_stop(
     call: Callable[..., Result], database_url: str, db: Db, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -522,7 +532,7 @@ def test_a_setting_that_the_app_s_module_lacks_is_one_sentence(shop: Path, call:
 
 def test_run_prints_what_a_call_would_be_answered_and_needs_no_secret(shop: Path, database_url: str, db: Db) -> None:
     done = cronlock(
-        "run", "sleep", "--payload", "-", cwd=shop, text='{"seconds": 0.01}',
+        "run", "sleep", "--payload", "-", cwd=shop, text='{"lasts": 0.01}',
         DATABASE_URL=database_url, CRONLOCK_APP="shop:cron", CRON_SECRET="",
     )  # fmt: skip
     assert done.returncode == 0
@@ -553,7 +563,7 @@ def test_a_skipped_run_is_exit_code_0_or_6_if_asked_for(
     ("arguments", "code", "told"),
     [
         (["shop:cron", "slep"], 3, "known: fail, sleep, stuck"),
-        (["shop:cron", "sleep", "--payload", '{"seconds": "long"}'], 2, "seconds: "),
+        (["shop:cron", "sleep", "--payload", '{"lasts": "long"}'], 2, "lasts: "),
         (["shop:cron", "sleep", "--payload", "[1]"], 2, "not an object"),
         (["shop:cron"], 2, "no app was given"),
         ([], 2, "name the app and the task"),
@@ -571,12 +581,13 @@ def test_a_run_that_cannot_be_asked_for_is_refused_before_it_begins(
 
 @pytest.mark.parametrize("task", ["sleep", "stuck"])
 def test_an_interrupted_run_is_cancelled_and_recorded(shop: Path, database_url: str, db: Db, task: str) -> None:
-    payload = ["--payload", '{"seconds": 60}'] if task == "sleep" else []
+    payload = ["--payload", '{"lasts": 60}'] if task == "sleep" else []
     env = environment(DATABASE_URL=database_url, CRONLOCK_LOG_FORMAT="text")
     with Running("run", "shop:cron", task, *payload, cwd=shop, env=env) as run:
         run.until_says(f"{task} started")
         run.send(signal.SIGINT)
         assert run.ends(10) == 130
+        assert '"status": "cancelled"' in run.said
     assert rows(db, task) == [("cancelled", None)]
     if task == "sleep":
         assert "SIGINT" in value(db, "SELECT error_message FROM cronlock.run")
@@ -584,11 +595,11 @@ def test_an_interrupted_run_is_cancelled_and_recorded(shop: Path, database_url: 
 
 def test_a_run_is_cancelled_from_outside(shop: Path, database_url: str, db: Db, call: Callable[..., Result]) -> None:
     env = environment(DATABASE_URL=database_url, CRONLOCK_LOG_FORMAT="text")
-    with Running("run", "shop:cron", "sleep", "--payload", '{"seconds": 60}', cwd=shop, env=env) as run:
+    with Running("run", "shop:cron", "sleep", "--payload", '{"lasts": 60}', cwd=shop, env=env) as run:
         run.until_says("sleep started")
         cancelled = call("runs", "cancel", "1")
         assert cancelled.exit_code == 0
-        assert cancelled.stdout.startswith("run 1 cancelled: ")
+        assert cancelled.stdout.startswith("run 1: cancelled: ")
         assert run.ends(10) == 1
 
 

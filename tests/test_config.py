@@ -406,6 +406,12 @@ def test_what_is_no_duration_is_refused_with_an_example(value: object) -> None:
     assert len(str(caught.value)) < 200
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
+def test_what_is_not_finite_is_no_duration_and_not_cut_to_one(value: float) -> None:
+    with pytest.raises(ValueError, match="is not a duration; write it as"):
+        parse_duration(value)
+
+
 def test_the_longest_duration_can_be_given() -> None:
     assert parse_duration("3650d", longest=LONGEST_RETENTION) == LONGEST_RETENTION
     # PostgreSQL takes its timeouts as milliseconds in an int

@@ -177,7 +177,7 @@ def test_what_runs_has_three_seconds_when_it_ends(place: Path, database_url: str
         banner = running.until_says("Ctrl-C")
         (url,) = re.findall(r"at (http://\S+)", banner)
         call = subprocess.Popen(
-            ["curl", "-sS", "-H", f"Authorization: Bearer {SECRET}", f"{url}/cron/sleep?seconds=1.5"],
+            ["curl", "-sS", "-H", f"Authorization: Bearer {SECRET}", f"{url}/cron/sleep?lasts=1.5"],
             stdout=subprocess.PIPE,
         )
         running.until_says("sleep started")

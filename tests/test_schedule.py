@@ -81,6 +81,7 @@ def test_a_refusal_names_the_field_and_its_value(expression: str, field: str, va
         ("0 0 30 2 *", "never comes"),
         ("0 0 31 4,6 *", "never comes"),
         ("0 0 31 2 */1", "never comes"),
+        ("0 0 */40 * 1#5", "never comes"),
     ],
 )
 def test_malformed_text_is_refused_with_a_reason(expression: str, part: str) -> None:

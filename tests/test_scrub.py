@@ -48,6 +48,13 @@ def test_a_secret_inside_other_base64_is_masked(user: str) -> None:
     assert len(text) < len(encoded) - len(TOKEN)
 
 
+def test_base64_for_urls_is_known_too() -> None:
+    secret = "s?>~" * 5
+    encoded = base64.urlsafe_b64encode(secret.encode()).decode()
+    assert "-" in encoded
+    assert Scrubber([secret]).scrub(f"<{encoded}>") == "<***>"
+
+
 def test_a_secret_that_holds_another_is_masked_whole() -> None:
     assert Scrubber(["abcdefgh", "abcdefghijklmnop"]).scrub("x abcdefghijklmnop y") == "x *** y"
 

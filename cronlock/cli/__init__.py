@@ -25,7 +25,7 @@ def version(is_asked: bool) -> None:
 
 def cronlock(
     _version: Annotated[
-        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", metavar="", callback=version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass

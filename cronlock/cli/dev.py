@@ -11,7 +11,9 @@ def dev(
     app: App = None,
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="The port on 127.0.0.1; without it 8000, or the next that is free."),
+        typer.Option(
+            metavar="PORT", min=1, max=65535, help="The port on 127.0.0.1; without it 8000, or the next that is free."
+        ),
     ] = None,
 ) -> None:
     """Try it: a server with everything it needs, and lines to paste.

@@ -14,7 +14,7 @@ def migrate(
         typer.Option(metavar="DURATION", help="How long to wait for other migrations and busy tables: 90s, 5m."),
     ] = "60s",
     is_sql: Annotated[
-        bool, typer.Option("--sql", help="Print the SQL of all migrations instead, without a database.")
+        bool, typer.Option("--sql", metavar="", help="Print the SQL of all migrations instead, without a database.")
     ] = False,
     is_json: Json = False,
 ) -> None:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document instead of a table.")]
 App = Annotated[
     str | None,
     typer.Argument(
-        metavar="[APP]",
+        metavar="APP",
         help="Where your tasks are: module:attribute of a Cronlock, such as main:cron. [env var: CRONLOCK_APP]",
         show_default=False,
     ),

@@ -26,9 +26,11 @@ def run(
         typer.Option(metavar="JSON", help="The payload, a JSON object; - reads it from stdin.", show_default=False),
     ] = None,
     fails_on_skip: Annotated[
-        bool, typer.Option("--fail-on-skip", help="Exit with 6 if it was skipped (0 otherwise).")
+        bool, typer.Option("--fail-on-skip", metavar="", help="Exit with 6 if it was skipped (0 otherwise).")
     ] = False,
-    is_json: Annotated[bool, typer.Option("--json", help="Print it in one line on a terminal, too.")] = False,
+    is_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print it in one line on a terminal, too.")
+    ] = False,
 ) -> None:
     """Run a task now, in this process, under its lock; prints what a call of its URL would be answered.
 

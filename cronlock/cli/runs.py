@@ -39,7 +39,7 @@ def list_runs(
     before: Annotated[
         int | None, typer.Option(metavar="ID", help="Only those older than this run.", show_default=False)
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="How many at most.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, max=10_000, help="How many at most.")] = 50,
     is_json: Json = False,
 ) -> None:
     """List the runs, newest first; skipped calls are runs too.
@@ -119,6 +119,7 @@ def cancel(
         bool,
         typer.Option(
             "--terminate",
+            metavar="",
             help="If its code has not stopped after 5 seconds, end its database connection, and with it the lock.",
         ),
     ] = False,
@@ -137,25 +138,24 @@ def cancel(
     schema = settings.schema_name
     with connecting.connect(settings) as connection:
         was_running = steering.cancel(connection, schema, run_id, by=connecting.operator())
-        row = wait(connection, schema, run_id, CANCEL_WAIT) if was_running else stats.run(connection, schema, run_id)
-        if row is not None and row["status"] == "running" and terminates:
-            if steering.terminate(connection, schema, run_id):
-                output.note("its code has not stopped; ended its database connection")
-            row = wait(connection, schema, run_id, TERMINATE_WAIT)
+        row = stats.run(connection, schema, run_id) or missing(run_id)
+        if was_running:
+            row = wait(connection, schema, run_id, CANCEL_WAIT)
+            if row["status"] == "running" and terminates and steering.terminate(connection, schema, run_id):
+                output.note("its code has not stopped; its database connection was ended")
+                row = wait(connection, schema, run_id, TERMINATE_WAIT)
             if row["status"] == "running":
-                steering.recover(connection, schema)
+                steering.recover(connection, schema)  # nobody is there any more to say how it ended
                 row = wait(connection, schema, run_id, 0)
-        if row is None:
-            missing(run_id)
     explained = explain(row)
     if is_json:
         output.document({"run_id": run_id, "status": row["status"], "explanation": explained})
     else:
-        print(f"run {run_id} {'had already ended, ' if not was_running else ''}{explained}")
+        print(f"run {run_id}{'' if was_running else ' had already ended'}: {explained}")
     if row["status"] == "running":
-        advice = "end its connection with --terminate" if not terminates else "end its process"
+        advice = "end its process" if terminates else "end its connection with --terminate"
         exits.stop(exits.FAILED, f"run {run_id} still holds its lock; {advice}, or wait")
-    if row["status"] != "cancelled" and not (terminates and row["status"] == "lost"):
+    if row["status"] not in ("cancelled", "lost"):
         raise typer.Exit(exits.FAILED)
 
 

@@ -7,7 +7,9 @@ import typer
 
 
 def secret(
-    size: Annotated[int, typer.Option("--bytes", min=16, max=256, help="How many random bytes it is made of.")] = 32,
+    size: Annotated[
+        int, typer.Option("--bytes", metavar="N", min=16, max=256, help="How many random bytes it is made of.")
+    ] = 32,
 ) -> None:
     """Print a new secret for CRON_SECRET, safe in a URL, a header and a shell.
 

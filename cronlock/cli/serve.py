@@ -9,8 +9,10 @@ from cronlock.cli.options import App, require_app
 
 def serve(
     app: App = None,
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 or :: for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for any free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address to listen on; 0.0.0.0 or :: for all.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="The port; 0 for any free one.")] = 8000,
 ) -> None:
     """Serve the cron routes of APP, for production.
 

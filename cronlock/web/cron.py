@@ -89,6 +89,8 @@ class CronEndpoint:
 
     async def _body(self, fields: dict[bytes, bytes], receive: Receive) -> dict[str, object]:
         """The JSON object in the body, or {} for any other content type, whose body is left alone."""
+        if b"content-length" not in fields and b"content-type" not in fields:
+            return {}
         length = fields.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body:
             raise TooLarge

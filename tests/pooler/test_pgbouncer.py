@@ -10,6 +10,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def assert_all_agrees(db: Db, answers: list[httpx2.Response]) -> None:
         for answer in answers
         if "cronlock-run-id" in answer.headers
     }
-    recorded = dict(db.execute("SELECT id, status FROM cronlock.run").fetchall())
+    recorded: dict[int, str] = dict(db.execute("SELECT id, status FROM cronlock.run").fetchall())
     assert {run: recorded[run] for run in answered} == answered
     assert set(answered.values()) <= {"completed", "failed", "skipped"}
     # A 503 may have left a row, but never one that says that the task did something.
@@ -155,7 +156,7 @@ async def test_the_end_of_a_run_is_recorded_though_every_slot_is_kept_by_an_open
     make_pooled: Make, pooled_url: str, db: Db
 ) -> None:
     cron = make_pooled()
-    running, end = asyncio.Event(), asyncio.Event()
+    end = asyncio.Event()
 
     @cron.task("first")
     async def first(run: Run) -> None:
@@ -167,33 +168,31 @@ async def test_the_end_of_a_run_is_recorded_though_every_slot_is_kept_by_an_open
     def second(run: Run) -> None:
         run.driver.execute("SET search_path = nowhere")
         run.driver.execute("SELECT pg_advisory_lock(7)")
-        running_threadsafe()
         while not end.is_set():
             time.sleep(0.01)
         raise ValueError("asked to fail")
 
-    loop = asyncio.get_running_loop()
-    running_threadsafe = lambda: loop.call_soon_threadsafe(running.set)  # noqa: E731
-    async with (
-        serving(cron.app()) as client,
-        await psycopg.AsyncConnection.connect(pooled_url) as foreign,
-    ):
+    async with serving(cron.app()) as client, AsyncExitStack() as stack:
         calls = [asyncio.create_task(client.get(f"/cron/{name}")) for name in ("first", "second")]
-        await running.wait()
         await until(lambda: len(locks(db)) == 3, "both run", 5)
-        await foreign.execute("SELECT 1")  # the third slot
+        connect = psycopg.AsyncConnection.connect
+        others = [await stack.enter_async_context(await connect(pooled_url)) for _ in range(3)]
+        await others[0].execute("SELECT 1")  # has the third slot, and the next two stand in front of our record
+        waiting = [asyncio.create_task(other.execute("SELECT 1")) for other in others[1:]]
+        await asyncio.sleep(0.1)
         end.set()
         started = time.monotonic()
         answers = await asyncio.gather(*calls)
+        ended = db.execute("SELECT status, error_type FROM cronlock.run").fetchall()
+        assert ended == [("failed", "ValueError")] * 2
         assert time.monotonic() - started < 2
         assert [answer.json()["status"] for answer in answers] == ["failed", "failed"]
-        assert db.execute("SELECT status, error_type FROM cronlock.run").fetchall() == [("failed", "ValueError")] * 2
         assert locks(db) == []
         assert db.execute("SELECT to_regclass('left_behind')").fetchone() == (None,)
         # What ran on the slots left nothing on them.
-        await foreign.rollback()
-        for _ in range(POOL_SIZE):
-            cursor = await foreign.execute("SHOW search_path")
+        await asyncio.gather(*waiting)
+        for other in others:
+            cursor = await other.execute("SHOW search_path")
             assert await cursor.fetchone() == ('"$user", public',)
 
 
@@ -267,7 +266,7 @@ async def test_no_session_level_lock_and_no_named_statement_ever_reaches_the_ser
                 migrate(bouncer.url("postgres"), "cronlock")
                 with psycopg.connect(server.url, autocommit=True) as db:
                     db.execute("CREATE TABLE effect (run_id bigint, task text)")
-                    cron = make_cron(database_url=bouncer.url("postgres"), pooler="transaction", pool_size=1)
+                    cron: Cronlock = make_cron(database_url=bouncer.url("postgres"), pooler="transaction", pool_size=1)
                     give_tasks(cron)
                     async with serving(cron.app()) as client:
                         answers = await call_many([client], 60, 3)
