@@ -97,10 +97,19 @@ class Cronlock:
 
     async def start_call(self, task: Task, payload: Any, *, trigger: str, caller: str | None) -> Outcome:
         """Run `task` with a validated payload; `run()` and the cron route both end here."""
-        process = self._process or await self.open()
+        process = self._process or await self._open_late()
         if not process.readiness.is_ready:
             await process.readiness.require()
         return await process.runner.call(Call(task, payload, trigger, caller, contextvars.copy_context()))
+
+    async def _open_late(self) -> "Process":
+        log.warning(
+            "opened at the first call: no lifespan has run. An application that mounts cronlock must hand it on, as in"
+            " Starlette(lifespan=cron.lifespan) or FastAPI's include_router(cron.router); without it nothing is"
+            " drained when the server stops.",
+            extra={"event": "lifespan.missing"},
+        )
+        return await self.open()
 
     async def open(self) -> "Process":
         """Open the connections and start the timer of this process, once; `lifespan` does it for you."""

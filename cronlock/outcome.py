@@ -83,5 +83,5 @@ def failure(error: BaseException, scrub: Callable[[str], str]) -> Failure:
 
 def sqlstate(error: BaseException) -> str | None:
     """PostgreSQL's code in a psycopg error, or in one that SQLAlchemy wrapped."""
-    state: str | None = getattr(error, "sqlstate", None) or getattr(getattr(error, "orig", None), "sqlstate", None)
-    return state
+    state = getattr(error, "sqlstate", None) or getattr(getattr(error, "orig", None), "sqlstate", None)
+    return state if isinstance(state, str) and len(state) == 5 else None

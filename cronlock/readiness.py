@@ -30,6 +30,7 @@ class Readiness:
         self._runner = runner
         self._registry = registry
         self._looking: asyncio.Task[None] | None = None
+        self._told: set[tuple[object, ...]] = set()
         self.is_ready = False
 
     async def require(self) -> None:
@@ -90,7 +91,9 @@ class Readiness:
         except psycopg.Error:
             await ask(connection, b"ROLLBACK")
             raise
-        for other, other_lock, name, lock in colliding:
+        new = set(colliding) - self._told
+        self._told |= new
+        for other, other_lock, name, lock in sorted(new):
             log.warning(
                 "the lock %r of task %r and the lock %r of task %r, which another app registered, have one key;"
                 " they exclude each other. Give one of them another lock=...",

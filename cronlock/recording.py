@@ -32,6 +32,7 @@ HEAD = (
 PATIENT = (runs.STOPPING, runs.END)
 GROUP = 500
 BACKOFF = (0.1, 5.0)
+UNRECORDABLE = "Unrecordable"
 SLOW = 0.03
 """Seconds after which rows no longer wait for the message under way: larger groups are cheaper than more of them."""
 
@@ -168,9 +169,8 @@ class Recorder:
             return
         (entry,) = group
         log.error("a record was refused", extra={"sqlstate": error.sqlstate, "error": type(error).__name__})
-        if entry.kind is runs.END and entry.tries == 0:
-            bare = {"nonce": entry.row["nonce"], "status": entry.row["status"], "error_type": "Unrecordable"}
-            entry.row, entry.tries = bare, 1
+        if entry.kind is runs.END and entry.row.get("error_type") != UNRECORDABLE:
+            entry.row = {"nonce": entry.row["nonce"], "status": entry.row["status"], "error_type": UNRECORDABLE}
             await self._write_group(group)
         elif not entry.written.done():
             entry.written.set_exception(unavailable(error))

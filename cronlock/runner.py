@@ -244,7 +244,7 @@ class Runner:
             return self._skipped(call, lock_key, skip_id, None)
         if run_id is None:
             return self._skipped(call, lock_key, skip_id, Holder(pid=pid, application_name=application))
-        holder = Holder(run_id, started_at.isoformat(), elapsed_ms, instance)
+        holder = Holder(run_id, started_at, elapsed_ms, instance)
         return self._skipped(call, lock_key, skip_id, holder)
 
     async def _skip(self, group: list[Call], lock_key: int, holder: Holder) -> None:
@@ -322,7 +322,7 @@ class Runner:
             leader,
             seat,
             run_id=run_id,
-            started_at=started_at.isoformat(),
+            started_at=started_at,
             opened_us=opened_us,
             lock_key=lock_key,
             instance=self.instance_id,

@@ -38,11 +38,11 @@ freed AS (
        AND (r.backend_pid = b.backend_pid OR {NOT_HELD})
  RETURNING r.id, r.task),
 made AS (
-    INSERT INTO {{run}} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
-        backend_pid, lock_name, lock_key, lock_classid, lock_objid)
+    INSERT INTO {{run}} (nonce, task, status, reason, started_at, finished_at, trigger, caller, instance, host, pid,
+        release, backend_pid, lock_name, lock_key, lock_classid, lock_objid)
     SELECT b.nonce, b.task, CASE WHEN t.paused_at IS NULL THEN 'running' ELSE 'skipped' END,
            CASE WHEN t.paused_at IS NOT NULL THEN 'paused' END,
-           CASE WHEN t.paused_at IS NOT NULL THEN clock_timestamp() END,
+           statement_timestamp(), CASE WHEN t.paused_at IS NOT NULL THEN statement_timestamp() END,
            b.trigger, b.caller, {{instance}}, {{host}}, {{pid}}, {{release}}, b.backend_pid, b.lock_name, b.lock_key,
            (b.lock_key >> 32) & 4294967295, b.lock_key & 4294967295
       FROM begun b LEFT JOIN {{task}} t ON t.name = b.task
@@ -50,17 +50,18 @@ made AS (
  RETURNING nonce, id, status, started_at),
 known AS (
     SELECT r.nonce, r.id, r.status, r.started_at FROM {{run}} r JOIN begun b USING (nonce))
-SELECT nonce::text, id, status, started_at, (SELECT json_agg(json_build_array(f.id, f.task)) FROM freed f)::text
+SELECT nonce::text, id, status, btrim(to_json(started_at)::text, '"'),
+       (SELECT json_agg(json_build_array(f.id, f.task)) FROM freed f)::text
   FROM (SELECT * FROM made UNION SELECT * FROM known) told
 """
 
 SKIP = """
 WITH made AS (
-    INSERT INTO {run} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
-        lock_name, lock_key, lock_classid, lock_objid, blocked_by)
-    SELECT a.nonce, a.task, 'skipped', a.reason, clock_timestamp(), a.trigger, a.caller, {instance}, {host}, {pid},
-           {release}, a.lock_name, a.lock_key, (a.lock_key >> 32) & 4294967295, a.lock_key & 4294967295,
-           a.blocked_by
+    INSERT INTO {run} (nonce, task, status, reason, started_at, finished_at, trigger, caller, instance, host, pid,
+        release, lock_name, lock_key, lock_classid, lock_objid, blocked_by)
+    SELECT a.nonce, a.task, 'skipped', a.reason, statement_timestamp(), statement_timestamp(), a.trigger, a.caller,
+           {instance}, {host}, {pid}, {release}, a.lock_name, a.lock_key, (a.lock_key >> 32) & 4294967295,
+           a.lock_key & 4294967295, a.blocked_by
       FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, reason text, lock_name text, lock_key bigint,
            trigger text, caller text, blocked_by bigint)
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
@@ -94,10 +95,10 @@ told AS MATERIALIZED (
       FROM asked a LEFT JOIN {task} t ON t.name = a.task LEFT JOIN held h ON h.lock_key = a.lock_key
      WHERE t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL),
 made AS (
-    INSERT INTO {run} (nonce, task, status, reason, finished_at, trigger, caller, instance, host, pid, release,
-        lock_name, lock_key, lock_classid, lock_objid, blocked_by, holder_pid, holder_application)
+    INSERT INTO {run} (nonce, task, status, reason, started_at, finished_at, trigger, caller, instance, host, pid,
+        release, lock_name, lock_key, lock_classid, lock_objid, blocked_by, holder_pid, holder_application)
     SELECT w.nonce, w.task, 'skipped', CASE WHEN w.is_paused THEN 'paused' ELSE 'already_running' END,
-           clock_timestamp(), w.trigger, w.caller, {instance}, {host}, {pid}, {release},
+           statement_timestamp(), statement_timestamp(), w.trigger, w.caller, {instance}, {host}, {pid}, {release},
            w.lock_name, w.lock_key, (w.lock_key >> 32) & 4294967295, w.lock_key & 4294967295,
            CASE WHEN NOT w.is_paused THEN w.run_id END,
            CASE WHEN NOT w.is_paused AND w.run_id IS NULL THEN w.pid END,
@@ -105,7 +106,7 @@ made AS (
       FROM told w
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
  RETURNING nonce, id)
-SELECT nonce::text, m.id, w.is_paused, w.run_id, w.started_at, w.instance::text,
+SELECT nonce::text, m.id, w.is_paused, w.run_id, btrim(to_json(w.started_at)::text, '"'), w.instance::text,
        (extract(epoch FROM clock_timestamp() - w.started_at) * 1000)::bigint, w.pid, w.application_name
   FROM made m JOIN told w USING (nonce)
 """
@@ -240,7 +241,7 @@ class Statements:
 
     def prepare(self) -> bytes:
         """A message after which `execute` works on a connection: planning them costs more than running them."""
-        lines = [b"BEGIN; SET LOCAL search_path = pg_catalog"]
+        lines = [b"BEGIN; SET LOCAL search_path = pg_catalog; DEALLOCATE ALL"]  # what a broken try left
         for text in RECORDS:
             before, after = self._halves[text]
             lines.append(b"".join((b"PREPARE ", self._prepared[text], b" (json) AS ", before, b"$1", after)))

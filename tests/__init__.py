@@ -62,6 +62,14 @@ def advisory_locks(db: Db) -> int:
     return int(value(db, query))
 
 
+def end_holders(db: Db) -> None:
+    """End the backends that hold an advisory lock of the test's database, and wait until they are gone."""
+    db.execute(
+        """SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory' AND pid IS NOT NULL
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"""
+    )
+
+
 @asynccontextmanager
 async def held(url: str, name: str, application: str = "psql") -> AsyncIterator[int]:
     """Another program holds the lock; gives its backend's pid."""

@@ -1,7 +1,7 @@
 """A TCP proxy between a client and PostgreSQL that can be a bad network.
 
-It passes, stalls (both directions, the sockets stay open), refuses, and cuts by FIN or RST; or it cuts when a
-frontend message that contains given bytes has come, before or after handing it on.
+It passes, stalls (both directions, the sockets stay open), forgets connections for good, refuses, and cuts by FIN
+or RST; or it cuts when a frontend message that contains given bytes has come, before or after handing it on.
 
 Frontend messages are a type byte and a length, the first ones of a connection a length alone. (PostgreSQL
 manual, "Frontend/Backend Protocol", 55.2.1 Start-up and 55.7 Message Formats.)
@@ -27,6 +27,7 @@ class Link:
 
     client: asyncio.StreamWriter
     server: asyncio.StreamWriter
+    flowing: asyncio.Event = field(default_factory=asyncio.Event)
     is_started: bool = False
     is_cut: bool = False
     pending: bytes = b""
@@ -111,15 +112,14 @@ class Proxy:
         if self._server is None:
             await self._listen()
 
-    def cut(self, how: str, which: Callable[[Link], bool] = lambda link: True) -> int:
-        """End connections by "fin" or "rst" on both sides; how many."""
-        chosen = [link for link in self.links if which(link)]
-        for link in chosen:
+    def cut(self, how: str) -> int:
+        """End the connections there are, on both sides, by "fin" or "rst"; how many."""
+        cut, self.links = self.links, []
+        for link in cut:
             end(link.client, how)
             end(link.server, how)
             link.is_cut = True
-            self.links.remove(link)
-        return len(chosen)
+        return len(cut)
 
     def cut_at(self, needle: bytes, *, is_forwarded: bool) -> "asyncio.Future[None]":
         """Cut the connection on which the next message with `needle` comes; the future tells when it did.
@@ -131,6 +131,11 @@ class Proxy:
         self._needle, self._is_forwarded = needle, is_forwarded
         self._on_cut = lambda: done.set_result(None)
         return done
+
+    def forget(self) -> None:
+        """Never pass anything again on the connections there are, as a network does that lost track of them."""
+        for link in self.links:
+            link.flowing.clear()
 
     # -- the two directions ----------------------------------------------------------------------------------
 
@@ -147,6 +152,7 @@ class Proxy:
             end(writer, "fin")
             return
         link = Link(writer, server)
+        link.flowing.set()
         self.links.append(link)
         try:
             both = (self._up(reader, link), self._down(server_reader, link))
@@ -161,7 +167,7 @@ class Proxy:
 
     async def _up(self, reader: asyncio.StreamReader, link: Link) -> None:
         async for chunk in chunks(reader):
-            await self._flowing.wait()
+            await self._may_pass(link)
             if link.is_cut:
                 return
             for message in link.messages(chunk):
@@ -179,16 +185,22 @@ class Proxy:
                 link.server.write(message)
                 self.passed += 1
             await link.server.drain()
+        await self._may_pass(link)
         end(link.server, "fin")
 
     async def _down(self, reader: asyncio.StreamReader, link: Link) -> None:
         async for chunk in chunks(reader):
-            await self._flowing.wait()
+            await self._may_pass(link)
             if link.is_cut:
                 return  # it has answered, to nobody
             link.client.write(chunk)
             await link.client.drain()
+        await self._may_pass(link)
         end(link.client, "fin")
+
+    async def _may_pass(self, link: Link) -> None:
+        await self._flowing.wait()
+        await link.flowing.wait()
 
 
 async def chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

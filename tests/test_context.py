@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from cronlock import LockLost, PayloadInvalid, Run
 from cronlock.jsontext import clip
-from tests import SECRET, Db, Make, Steps, holders, rows, run_once, task_of, until, value
+from tests import SECRET, Db, Make, Steps, end_holders, holders, rows, run_once, task_of, until, value
 
 pytestmark = pytest.mark.anyio
 both = pytest.mark.parametrize("is_async", [True, False], ids=["async", "thread"])
@@ -200,7 +200,7 @@ async def test_check_says_that_the_lock_is_lost(make_cron: Make, db: Db, is_asyn
 
     def steps(run: Run) -> Steps:
         run.check()
-        db.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory'")
+        end_holders(db)
         assert not holders(db, "once")
         try:
             run.check()

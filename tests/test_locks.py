@@ -422,7 +422,8 @@ async def test_an_untouched_run_has_no_snapshot_and_no_transaction_id_and_vacuum
         db.execute("VACUUM crowded")
         assert value(db, "SELECT pg_relation_size('crowded')") == 0
         relations = """SELECT count(*) FROM pg_locks WHERE locktype = 'relation' AND pid IN
-            (SELECT pid FROM pg_stat_activity WHERE application_name = 'cronlock:once')"""
+            (SELECT pid FROM pg_stat_activity
+              WHERE datname = current_database() AND application_name = 'cronlock:once')"""
         assert value(db, relations) == 0
         yield
 

@@ -59,6 +59,10 @@ def test_a_secret_that_holds_another_is_masked_whole() -> None:
     assert Scrubber(["abcdefgh", "abcdefghijklmnop"]).scrub("x abcdefghijklmnop y") == "x *** y"
 
 
+def test_a_secret_that_is_not_utf_8_is_masked_too() -> None:
+    assert Scrubber(["\udcff-secret"]).scrub("the \udcff-secret") == "the ***"
+
+
 def test_very_short_values_are_not_looked_for() -> None:
     assert Scrubber(["e", "", "null"]).scrub("the null pointer") == "the null pointer"
 

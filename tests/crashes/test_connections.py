@@ -12,12 +12,13 @@ from psycopg.conninfo import conninfo_to_dict
 from cronlock import Cronlock, Run, runner
 from tests import Db, Make, Steps, serving, task_of, until
 from tests.observing import is_quiet, locks, statuses
-from tests.proxy import PROXY, Proxy
+from tests.proxy import PROXY, Proxy, end
 
 pytestmark = pytest.mark.anyio
 
 CLOSING = b"not the transaction that took the lock"
 FIRST_USE = b"pg_catalog.version()"
+OPENING = b"pg_try_advisory_xact_lock"
 BEGINNING = b'"backend_pid":'
 ENDING = b'"status":"failed"'
 
@@ -58,6 +59,7 @@ def end_backend(db: Db) -> None:
     """End the session that holds the lock, as an administrator or a failover does."""
     db.execute(
         "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND pid <> pg_backend_pid()"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
         " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
     )
 
@@ -205,6 +207,24 @@ async def test_a_record_whose_connection_was_cut_is_written_once(
         assert is_quiet(db)
 
 
+@kinds
+@pytest.mark.parametrize("is_forwarded", [True, False], ids=["after", "before"])
+async def test_an_opening_whose_connection_was_cut_is_tried_again(
+    make_proxied: Make, proxy: Proxy, db: Db, is_async: bool, is_forwarded: bool
+) -> None:
+    cron = make_proxied()
+    cron.task("work")(task_of(lambda run: iter(()), is_async))
+    async with serving(cron.app()) as client:
+        cut = proxy.cut_at(OPENING, is_forwarded=is_forwarded)
+        answer = await client.get("/cron/work")
+        assert cut.done()
+        # Where the server has taken the lock for nobody, it may not have noticed yet.
+        while is_forwarded and answer.status_code == 503 and answer.json()["reason"] == "undecided":
+            answer = await client.get("/cron/work")
+        assert answer.json()["status"] == "completed"
+        await until(lambda: is_quiet(db), "everything is given back")
+
+
 async def test_all_connections_dead_at_once_are_replaced_before_anybody_notices(
     make_proxied: Make, proxy: Proxy, db: Db
 ) -> None:
@@ -271,7 +291,7 @@ async def test_on_a_stalled_link_every_call_gets_its_503_and_nothing_piles_up(
 
         for _ in range(5):
             took = await asyncio.gather(*(one(name) for name in names * 4))
-            assert max(took) < 2.5
+            assert max(took) < 1.9
             counts.append(tasks())
         assert max(counts) < before + 40
         assert counts[-1] <= counts[0] + 5
@@ -332,31 +352,50 @@ async def test_a_commit_without_an_answer_is_told_as_unknown_and_recorded_as_it_
         await until(lambda: is_quiet(db), "everything is given back")
 
 
-@pytest.mark.parametrize("arrives", [True, False], ids=["it arrives late", "it never arrives"])
-async def test_a_commit_that_gets_no_answer_is_given_up_and_settled_by_its_row(
-    make_proxied: Make, proxy: Proxy, db: Db, effect: None, monkeypatch: pytest.MonkeyPatch, arrives: bool
+async def test_a_commit_that_never_gets_an_answer_is_given_up_and_settled_by_its_row(
+    make_proxied: Make, proxy: Proxy, db: Db, effect: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "CLOSE_MARGIN", 0.0)
     cron = make_proxied()
 
-    def after_the_stall() -> None:
-        if not arrives:
-            proxy.cut("rst")
-        proxy.flow()
+    def server_notices() -> None:
+        for link in proxy.links:
+            end(link.server, "rst")
 
     @cron.task("work", timeout="1s")
     async def work(run: Run) -> None:
         await run.driver.execute("INSERT INTO effect VALUES (%s)", (run.id,))
-        proxy.stall()
-        asyncio.get_running_loop().call_later(1.5, after_the_stall)
+        proxy.forget()
+        asyncio.get_running_loop().call_later(0.5, server_notices)
 
     async with serving(cron.app()) as client:
+        started = time.monotonic()
         answer = await client.get("/cron/work")
-        expected = "completed" if arrives else "lost"
-        assert answer.json()["status"] == expected
-        assert statuses(db) == [expected]
-        assert writes(db) == [answer.json()["runId"]] * arrives
-        await until(lambda: is_quiet(db), "everything is given back")
+        assert (answer.status_code, answer.json()["status"]) == (500, "lost")
+        assert time.monotonic() - started < 5
+        assert statuses(db) == ["lost"]
+        assert writes(db) == []
+
+
+async def test_connections_that_the_network_forgot_are_replaced(make_proxied: Make, proxy: Proxy, db: Db) -> None:
+    cron = make_proxied(acquire_timeout="500ms", pool_size=2)
+
+    @cron.task("awaiting")
+    async def awaiting(run: Run) -> None: ...
+
+    @cron.task("blocking")
+    def blocking(run: Run) -> None: ...
+
+    async with serving(cron.app()) as client:
+        for name in ("awaiting", "blocking"):
+            await client.get(f"/cron/{name}")
+        proxy.forget()
+        forgotten = time.monotonic()
+        for name in ("awaiting", "blocking"):
+            while (answer := await client.get(f"/cron/{name}")).status_code != 200:
+                assert answer.status_code == 503
+                assert time.monotonic() - forgotten < 8
+            assert answer.json()["status"] == "completed"
 
 
 async def test_a_read_only_server_runs_nothing_and_is_used_again_when_it_can_write(make_cron: Make, db: Db) -> None:

@@ -28,7 +28,7 @@ from cronlock.models import REVISION
 from tests import Db, Make, serving, until
 from tests.conftest import SERVER_SETTINGS
 from tests.observing import in_transaction, is_quiet, locks, statuses
-from tests.pooler.bouncer import POOL_SIZE, Bouncer
+from tests.pooler.bouncer import Bouncer
 
 pytestmark = pytest.mark.anyio
 MIGRATION_KEY = "hashtextextended('cronlock migrate' || chr(31) || 'cronlock', 0)"

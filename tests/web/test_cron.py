@@ -3,35 +3,17 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
-import psycopg
 import pytest
 from pydantic import BaseModel
-from starlette.types import ASGIApp
 
 from cronlock import Cancel, Cronlock, Retry, Run
-from tests.conftest import SECRET
+from tests import SECRET, Db, Make, advisory_locks, end_holders, held, rows, serving
 
 pytestmark = pytest.mark.anyio
-Make = Callable[..., Cronlock]
-Db = psycopg.Connection[tuple[Any, ...]]
-AUTH = {"authorization": f"Bearer {SECRET}"}
-
-
-@asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """A client of the application, with its lifespan."""
-    async with app.router.lifespan_context(app), client_of(app) as client:
-        yield client
-
-
-def client_of(app: ASGIApp) -> httpx2.AsyncClient:
-    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=True)
-    return httpx2.AsyncClient(transport=transport, base_url="http://test", headers=AUTH)
 
 
 class Report(BaseModel):
@@ -71,24 +53,6 @@ def cron(make_cron: Make) -> Cronlock:
         raise Cancel("no work on Sundays")
 
     return cron
-
-
-def rows(db: Db, task: str) -> list[tuple[Any, ...]]:
-    return db.execute("SELECT status, reason FROM cronlock.run WHERE task = %s ORDER BY id", (task,)).fetchall()
-
-
-@asynccontextmanager
-async def held(url: str, name: str, application: str = "psql") -> AsyncIterator[int]:
-    """Another program holds the lock; gives its backend's pid."""
-    async with await psycopg.AsyncConnection.connect(url, application_name=application) as connection:
-        cursor = await connection.execute(
-            "SELECT pg_try_advisory_xact_lock(hashtext(%s)::bigint), pg_backend_pid()", (name,)
-        )
-        row = await cursor.fetchone()
-        assert row is not None
-        assert row[0] is True
-        yield row[1]
-        await connection.rollback()
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -250,7 +214,7 @@ async def test_a_lost_lock_answers_500_lost(make_cron: Make, db: Db) -> None:
 
     @cron.task("endless")
     async def endless(run: Run) -> None:
-        db.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+        end_holders(db)
         await asyncio.Event().wait()
 
     async with serving(cron.app()) as client:
@@ -283,7 +247,7 @@ async def test_a_task_over_its_timeout_answers_504_and_leaves_nothing(make_cron:
         assert answer.json()["status"] == "timed_out"
     assert rows(db, "slow") == [("timed_out", None)]
     assert db.execute("SELECT to_regclass('left_behind')").fetchone() == (None,)
-    assert db.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'").fetchone() == (0,)
+    assert advisory_locks(db) == 0
 
 
 @pytest.mark.parametrize(
