@@ -346,6 +346,9 @@ class Database:
             raise Unavailable("database_unavailable", "the database cannot be reached") from None
         try:
             yield connection
+        except psycopg.errors.ReadOnlySqlTransaction:
+            await connection.close()  # a session stays as it was made, though the server may be written to again
+            raise
         finally:
             await self.records.putconn(connection)
 

@@ -24,6 +24,7 @@ from cronlock.tasks import Lock, Task
 
 STATEMENT_MARGIN = timedelta(seconds=5)
 IDLE_MARGIN = timedelta(seconds=10)
+# What the function complete_run raises; see migrations/versions.
 ENDED = "cronlock: this is not the transaction that took the lock"
 NO_ROW = "cronlock: no open run row"
 SAVEPOINT = "cronlock_task"
@@ -107,8 +108,9 @@ def join(lines: Sequence[sql.Composable]) -> bytes:
 class Closing:
     """The message that commits a task's work and its run's `completed` together, or raises.
 
-    Every check is SQL that raises, and COMMIT is the last statement. It is put together once for a schema;
-    a run adds its numbers and its result.
+    Every check is SQL that raises, and COMMIT is the last statement. The two that matter, is this still the
+    transaction that took the lock and is the row still open, are in the function `complete_run` of the schema,
+    whose plan a session keeps. The message is put together once; a run adds its numbers and its result.
     """
 
     def __init__(self, schema: str) -> None:
@@ -125,18 +127,7 @@ class Closing:
         ]
         checks = [
             sql.SQL("SET LOCAL synchronous_commit = on"),
-            sql.SQL(
-                "SELECT (CASE WHEN (extract(epoch FROM pg_catalog.now()) OPERATOR(pg_catalog.*) 1000000)"
-                "::pg_catalog.int8 OPERATOR(pg_catalog.=) {opened} THEN 'true' ELSE {ended} END)::pg_catalog.bool"
-            ).format(opened=hole, ended=ENDED),
-            sql.SQL(
-                "WITH ended AS (UPDATE {run} SET status = 'completed', finished_at = pg_catalog.clock_timestamp(),"
-                " result = {result}::pg_catalog.text"
-                " WHERE id OPERATOR(pg_catalog.=) {id} AND status OPERATOR(pg_catalog.=) ANY ('{{running,lost}}')"
-                " RETURNING 1)"
-                " SELECT (CASE WHEN pg_catalog.count(*) OPERATOR(pg_catalog.=) 1 THEN 'true' ELSE {no_row} END)"
-                "::pg_catalog.bool FROM ended"
-            ).format(run=sql.Identifier(schema, "run"), result=hole, id=hole, no_row=NO_ROW),
+            sql.SQL("SELECT {}({}, {}, {})").format(sql.Identifier(schema, "complete_run"), hole, hole, hole),
         ]
         lines = [*before, *checks, *LEFTOVERS] if is_touched else checks
         return join([*lines, sql.SQL("COMMIT")]).split(b"\0")
@@ -148,9 +139,9 @@ class Closing:
         have set. `is_touched` says whether the task was handed its connection: if not, there is nothing of
         its doing to reset.
         """
-        start, middle, later, end = self._pieces[is_touched]
+        start, comma, comma, end = self._pieces[is_touched]
         said = b"NULL" if result is None else quoted(result)
-        return b"".join((start, b"%d" % opened_us, middle, said, later, b"%d" % run_id, end))
+        return b"".join((start, b"%d" % run_id, comma, b"%d" % opened_us, comma, said, end))
 
 
 def quoted(text: str) -> bytes:

@@ -1,10 +1,11 @@
 """Log lines on stderr: one JSON object each, or text for people. For the commands: the library configures nothing."""
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from pythonjsonlogger.json import JsonFormatter
 
@@ -44,9 +45,14 @@ class Json(JsonFormatter):
             style="{",
             rename_fields={"levelname": "level", "name": "logger"},
             timestamp=True,
-            json_ensure_ascii=False,
+            json_serializer=self._encode,
         )
         self._scrub = scrub
+        # Made once: json.dumps makes an encoder for every call that is not plain, and every skip writes a line.
+        self._encoder = json.JSONEncoder(ensure_ascii=False, default=str, separators=(",", ":"))
+
+    def _encode(self, facts: dict[str, Any], **_: object) -> str:
+        return self._encoder.encode(facts)
 
     def format(self, record: logging.LogRecord) -> str:
         line = super().format(record)

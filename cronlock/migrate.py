@@ -75,9 +75,7 @@ def current(connection: "psycopg.Connection[tuple[object, ...]]", schema: str) -
 
 def connect(url: str, *, autocommit: bool = False) -> "psycopg.Connection[tuple[object, ...]]":
     """A connection that prepares nothing: a pooler may be in between, and a portal would hold a snapshot."""
-    return psycopg.connect(
-        url, autocommit=autocommit, application_name="cronlock:migrate", prepare_threshold=None
-    )
+    return psycopg.connect(url, autocommit=autocommit, application_name="cronlock:migrate", prepare_threshold=None)
 
 
 def migrate(

@@ -702,13 +702,9 @@ class Runner:
 
     def _log(self, level: int, event: str, outcome: Outcome, lock_key: int) -> None:
         if log.isEnabledFor(level):
-            log.log(
-                level,
-                "%s %s",
-                outcome.task,
-                event,
-                extra={"event": f"run.{event}", **self._facts(outcome, lock_key)},
-            )
+            facts = {"event": f"run.{event}", **self._facts(outcome, lock_key)}
+            # As log.log does, without walking the stack for the place in this file.
+            log.handle(log.makeRecord(log.name, level, "", 0, "%s %s", (outcome.task, event), None, extra=facts))
 
     def _log_started(self, execution: Execution) -> None:
         if log.isEnabledFor(logging.INFO):

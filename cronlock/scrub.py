@@ -72,7 +72,7 @@ class Scrubber:
     """Masks the given secrets, and what looks like one."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        values = [value for value in secrets if len(value) >= SHORTEST]
+        values = [clean(value) for value in secrets if len(value) >= SHORTEST]
         spellings = {spelling for value in values for spelling in _spellings(value)}
         self._spellings = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
 

@@ -63,6 +63,8 @@ class Proxy:
     listening: int = 0
     links: list[Link] = field(default_factory=list)
     passed: int = 0
+    heard: list[bytes] = field(default_factory=list)
+    """The frontend messages that came, in order."""
     _flowing: asyncio.Event = field(default_factory=asyncio.Event)
     _refusing: bool = False
     _needle: bytes | None = None
@@ -171,6 +173,7 @@ class Proxy:
             if link.is_cut:
                 return
             for message in link.messages(chunk):
+                self.heard.append(message)
                 if self._needle is not None and self._needle in message:
                     self._needle = None
                     if self._is_forwarded:

@@ -306,6 +306,7 @@ async def test_a_statement_over_the_tasks_own_statement_timeout_fails_the_run(
 async def test_a_close_that_has_to_wait_longer_than_the_tasks_own_limits_still_commits(
     make_cron: Make, written: Db, is_async: bool
 ) -> None:
+    written.execute(f"ALTER DATABASE {written.info.dbname} SET statement_timeout = '100ms'")
     written.execute(
         """CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
             PERFORM pg_sleep(0.3); RETURN NULL; END $$;

@@ -78,6 +78,23 @@ CREATE INDEX run_task_id_idx ON {schema}.run (task, id DESC);
 CREATE INDEX run_running_idx ON {schema}.run (lock_classid, lock_objid) WHERE status = 'running';
 """
 
+# Called in the transaction that holds the lock, right before its COMMIT. Being a function its plan is kept with the
+# session, also behind a pooler; whatever it raises undoes the run.
+COMPLETE_RUN = """
+CREATE FUNCTION {schema}.complete_run(run_id bigint, opened_us bigint, run_result text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog AS $$
+BEGIN
+    IF (extract(epoch FROM now()) * 1000000)::bigint <> opened_us THEN
+        RAISE EXCEPTION 'cronlock: this is not the transaction that took the lock' USING ERRCODE = '25000';
+    END IF;
+    UPDATE {schema}.run r SET status = 'completed', finished_at = clock_timestamp(), result = run_result
+     WHERE r.id = run_id AND r.status IN ('running', 'lost');
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'cronlock: no open run row' USING ERRCODE = '25000';
+    END IF;
+END $$;
+"""
+
 LOCK_HOLDER = """
 CREATE VIEW {schema}.lock_holder AS
 SELECT (l.classid::bigint << 32) | l.objid::bigint AS lock_key,
@@ -169,17 +186,23 @@ def quoted() -> str:
 
 
 def run(script: str) -> None:
-    for statement in script.format(schema=quoted()).split(";\n"):
+    for statement in script.split(";\n"):
         if statement.strip():
-            op.execute(statement.strip().replace(":", "\\:"))
+            execute(statement)
+
+
+def execute(statement: str) -> None:
+    op.execute(statement.strip().format(schema=quoted()).replace(":", "\\:"))
 
 
 def upgrade() -> None:
     run(TABLES)
+    execute(COMPLETE_RUN)
     run(LOCK_HOLDER)
     run(TASK_HEALTH)
 
 
 def downgrade() -> None:
     run("DROP VIEW {schema}.task_health;\nDROP VIEW {schema}.lock_holder;\n")
+    execute("DROP FUNCTION {schema}.complete_run")
     run("DROP TABLE {schema}.run;\nDROP TABLE {schema}.task;\n")

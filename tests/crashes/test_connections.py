@@ -356,6 +356,7 @@ async def test_a_commit_that_never_gets_an_answer_is_given_up_and_settled_by_its
     make_proxied: Make, proxy: Proxy, db: Db, effect: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "CLOSE_MARGIN", 0.0)
+    monkeypatch.setattr(runner, "RECORD_WAIT", 0.5)
     cron = make_proxied()
 
     def server_notices() -> None:
@@ -420,13 +421,32 @@ async def test_a_read_only_server_runs_nothing_and_is_used_again_when_it_can_wri
         assert {answer.json()["reason"] for answer in answers} == {"read_only"}
         assert len(called) == 1
         assert locks(db) == []
-        db.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
-        db.execute(reconnect)
+        while (await client.get("/readyz")).status_code != 503:  # the timer has looked
+            await asyncio.sleep(0.05)
+        db.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')  # holds for new sessions
         changed = time.monotonic()
         while (await client.get("/cron/work")).status_code != 200:
             assert time.monotonic() - changed < 5
             await asyncio.sleep(0.05)
         assert len(called) == 2
+
+
+async def test_a_read_only_server_grants_no_lock_even_if_records_can_be_written(
+    make_cron: Make, database_url: str, db: Db
+) -> None:
+    read_only = f"{database_url}?options=-cdefault_transaction_read_only%3Don"
+    cron = make_cron(database_url=read_only, direct_url=database_url, pooler="transaction")
+    called: list[int] = []
+
+    @cron.task("work")
+    async def work(run: Run) -> None:
+        called.append(run.id)
+
+    async with serving(cron.app()) as client:
+        answer = await client.get("/cron/work")
+        assert (answer.status_code, answer.json()["reason"]) == (503, "read_only")
+    assert called == []
+    assert statuses(db) == []
 
 
 @kinds
@@ -479,6 +499,9 @@ async def test_100_calls_cancelled_at_any_moment_leave_pool_and_server_as_they_w
         recorded = dict(db.execute("SELECT id, status FROM cronlock.run").fetchall())
         assert twice == [(run, 2) for run, status in sorted(recorded.items()) if status == "completed"]
         assert len(twice) > 10
+        # What began was not stopped by its caller's going; what had not begun says so.
+        told = "SELECT DISTINCT status, error_type FROM cronlock.run WHERE status NOT IN ('completed', 'skipped')"
+        assert set(db.execute(told).fetchall()) <= {("cancelled", "Unavailable")}
         started = time.monotonic()
         answers = await asyncio.gather(*(client.get(f"/cron/task-{number}") for number in range(10)))
         assert {answer.json()["status"] for answer in answers} == {"completed"}
