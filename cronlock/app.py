@@ -13,7 +13,7 @@ from uuid import uuid4
 from cronlock import runs
 from cronlock.config import Settings
 from cronlock.database import Database
-from cronlock.errors import CronlockError, Unavailable
+from cronlock.errors import Unavailable
 from cronlock.gate import Call
 from cronlock.outcome import Outcome
 from cronlock.readiness import Readiness
@@ -141,7 +141,7 @@ class Cronlock:
             await process.readiness.require()
         except Unavailable as error:
             log.warning("started without a database: %s", error, extra={"event": "database.unavailable"})
-        except CronlockError:
+        except BaseException:
             await self.close(0)
             raise
         try:

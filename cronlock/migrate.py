@@ -155,11 +155,13 @@ def holder(guard: "psycopg.Connection[tuple[object, ...]]", key: str, schema: st
     """One phrase about who holds the migration lock: pid, application, age."""
     row = guard.execute(
         sql.SQL(
-            f"""SELECT l.pid, coalesce(a.application_name, ''), round(extract(epoch FROM clock_timestamp() - a.xact_start))
+            f"""SELECT l.pid, coalesce(a.application_name, ''),
+                   round(extract(epoch FROM clock_timestamp() - a.xact_start))
               FROM pg_catalog.pg_locks l LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid
              WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
                AND ((l.classid::bigint << 32) | l.objid::bigint) = {key}
-               AND l.database = (SELECT oid FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database())"""
+               AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d
+                                  WHERE d.datname = pg_catalog.current_database())"""
         ).format(schema)
     ).fetchone()
     if row is None:

@@ -79,7 +79,8 @@ class Readiness:
         statements = self._runner.statements
         message = b"; ".join(
             (
-                b"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL search_path = pg_catalog; SET LOCAL lock_timeout = 2000",
+                b"BEGIN ISOLATION LEVEL READ COMMITTED",
+                b"SET LOCAL search_path = pg_catalog; SET LOCAL lock_timeout = 2000",
                 statements.rows(runs.FOREIGN_COLLISIONS, rows),
                 statements.fill(runs.PAUSED),
                 statements.rows(runs.REGISTER, rows),

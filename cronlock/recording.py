@@ -25,7 +25,8 @@ from cronlock.errors import Unavailable
 log = logging.getLogger("cronlock.recording")
 
 HEAD = (
-    b"BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE; SELECT pg_catalog.set_config('synchronous_commit', 'on', true),"
+    b"BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE;"
+    b" SELECT pg_catalog.set_config('synchronous_commit', 'on', true),"
     b" pg_catalog.set_config('statement_timeout', '10s', true), pg_catalog.set_config('lock_timeout', '2s', true),"
     b" pg_catalog.set_config('search_path', 'pg_catalog', true); "
 )

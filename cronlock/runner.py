@@ -81,6 +81,7 @@ class Runner:
         self.usual_seconds: dict[str, float] = {}
         self.lock_keys: dict[str, int] = {}
         self.is_draining = False
+        self._is_drained = False
         shares_slots = database.settings.pooler == "transaction" and not database.settings.direct_url
         self._record_wait = SLOT_WAIT if shares_slots else RECORD_WAIT
         self._openings: dict[str, bytes] = {}
@@ -342,6 +343,8 @@ class Runner:
     async def _execute(self, gate: Gate, execution: Execution) -> None:
         try:
             outcome = await self._do(execution)
+        except asyncio.CancelledError:
+            raise  # only the end of the event loop cancels this task
         except BaseException as error:
             log.exception("a run broke off", extra={"runId": execution.run_id})
             outcome = await self._fail(execution, "failed", failure(error, self.scrub))
@@ -579,7 +582,8 @@ class Runner:
         started = time.monotonic()
         message = b"; ".join(
             (
-                b"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL synchronous_commit = on; SET LOCAL search_path = pg_catalog",
+                b"BEGIN ISOLATION LEVEL READ COMMITTED",
+                b"SET LOCAL synchronous_commit = on; SET LOCAL search_path = pg_catalog",
                 self.statements.fill(runs.SETTLE, id=execution.run_id),
                 self.statements.fill("SELECT status FROM {run} WHERE id = {id}", id=execution.run_id),
                 b"COMMIT",
@@ -671,15 +675,19 @@ class Runner:
     # -- the end of the process ------------------------------------------------------------------------------
 
     async def drain(self, timeout: float) -> None:
-        """Take no new calls, wait `timeout` seconds for what runs, then cancel and record it."""
+        """Take no new calls, wait `timeout` seconds for what runs, then cancel and record it; once."""
         self.is_draining = True
+        if self._is_drained:
+            return
         await self._until_empty(timeout)
         for execution in self.active:
             execution.ask_to_stop(Stop("cancelled", "the server was shutting down"))
         await self._until_empty(3.0)
         for execution in self.active:
             # A thread that does not return: the process is about to end, and with it the connection.
-            self._end_row(execution.call.nonce, "cancelled", Failure("Cancel", "the server was shutting down"))
+            stop = execution.stop.result()
+            self._end_row(execution.call.nonce, stop.status, Failure(kind(stop), stop.message))
+        self._is_drained = True
 
     async def _until_empty(self, timeout: float) -> None:
         until = time.monotonic() + timeout

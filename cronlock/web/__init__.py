@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cronlock.errors import CronlockError
+from cronlock.errors import CronlockError, Unavailable
 from cronlock.web.cron import CronEndpoint
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ def application(cron: "Cronlock") -> Starlette:
     async def readyz(_: Request) -> Response:
         try:
             process = await cron.open()
+            if process.runner.is_draining:
+                raise Unavailable("shutting_down", "the server is shutting down")
             await process.readiness.require()
         except CronlockError:
             return JSONResponse({"status": "unavailable"}, 503, headers={**NO_STORE, "retry-after": "5"})

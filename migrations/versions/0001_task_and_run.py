@@ -176,7 +176,7 @@ SELECT t.name AS task,
                  ORDER BY r.id DESC LIMIT 1000) w) recent ON true;
 
 COMMENT ON VIEW {schema}.task_health IS
-'Each task''s last run and last success, and rates and durations over its last 1,000 ended calls. Lost runs never count as durations.';
+'Each task''s last run and last success; rates and durations over its last 1,000 ended calls, lost runs left out.';
 """
 
 

@@ -3,7 +3,7 @@
     python -m tests.crashes.served <fd of a listening socket> <uvicorn's graceful shutdown, in seconds>
 
 Settings come from the environment. `/cron/work?how=..` and `/cron/work-in-thread?how=..` write, do what `how`
-says for `seconds`, and write again.
+says for `pause` seconds, and write again.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ def give_tasks(cron: Cronlock) -> None:
 
     @cron.task("work")
     async def work(run: Run, payload: dict[str, Any]) -> None:
-        seconds = float(payload.get("seconds", 0))
+        pause = float(payload.get("pause", 0))
         await run.driver.execute(WRITE, (run.id,))
         if payload.get("how") == "sql":
-            await run.driver.execute(SLEEP, (seconds,))
+            await run.driver.execute(SLEEP, (pause,))
         else:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(pause)
         await run.driver.execute(WRITE, (run.id,))
 
     @cron.task("work-in-thread")
     def work_in_thread(run: Run, payload: dict[str, Any]) -> None:
-        seconds = float(payload.get("seconds", 0))
+        pause = float(payload.get("pause", 0))
         run.driver.execute(WRITE, (run.id,))
         if payload.get("how") == "sql":
-            run.driver.execute(SLEEP, (seconds,))
+            run.driver.execute(SLEEP, (pause,))
         else:
-            time.sleep(seconds)
+            time.sleep(pause)
         run.driver.execute(WRITE, (run.id,))
 
     @cron.task("brief", timeout="1s", lock="work")

@@ -27,6 +27,8 @@ from cronlock.migrate import migrate
 from cronlock.models import REVISION
 from tests import Db, Make, serving, until
 from tests.conftest import SERVER_SETTINGS
+from tests.crashes import served
+from tests.crashes.process import Served
 from tests.observing import in_transaction, is_quiet, locks, statuses
 from tests.pooler.bouncer import Bouncer
 
@@ -228,6 +230,26 @@ async def test_a_timeout_and_an_operator_end_a_run_through_the_pooler(
         assert locks(db) == []
         assert in_transaction(db) == []
         assert db.execute("SELECT to_regclass('left_behind')").fetchone() == (None,)
+
+
+@pytest.mark.parametrize("how", ["sql", "python"])
+async def test_a_killed_process_frees_its_lock_behind_the_pooler(
+    make_pooled: Make, pooled_url: str, database_url: str, db: Db, how: str
+) -> None:
+    db.execute("CREATE TABLE effect (run_id bigint)")
+    cron = make_pooled(direct_url=database_url)
+    served.give_tasks(cron)
+    async with serving(cron.app()) as other:
+        with Served(pooled_url, pooler="transaction", direct_url=database_url) as server:
+            async with server.client() as client:
+                calling = asyncio.create_task(client.get(f"/cron/work?how={how}&pause=60"))
+                await until(lambda: any("INSERT" in query or "sleep" in query for *_, query in locks(db)), "it runs")
+                server.kill()
+                await until(lambda: not locks(db), "the lock is free", 1.5)
+                await asyncio.wait((calling,))
+                assert calling.exception() is not None
+        assert (await other.get("/cron/work")).json()["status"] == "completed"
+    assert statuses(db, "work") == ["lost", "completed"]
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "through the pooler"])

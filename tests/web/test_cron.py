@@ -512,7 +512,10 @@ async def test_a_full_recording_queue_answers_503(make_cron: Make, db: Db) -> No
 
 async def test_shutting_down_answers_503_with_retry_after(cron: Cronlock) -> None:
     async with serving(cron.app()) as client:
+        assert (await client.get("/readyz")).status_code == 200
         await cron.drain(0)
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/healthz")).status_code == 200
         answer = await client.get("/cron/nightly")
     assert answer.status_code == 503
     assert answer.json()["reason"] == "shutting_down"

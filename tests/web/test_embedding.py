@@ -11,8 +11,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from cronlock import ConfigError, Cronlock, RegistrationError, Run
-from tests.conftest import SECRET
-from tests.web.test_cron import client_of, serving
+from tests import SECRET, client_of, serving
 
 pytestmark = pytest.mark.anyio
 Make = Callable[..., Cronlock]
@@ -162,5 +161,3 @@ async def test_two_event_loops_one_after_the_other_can_use_one_cronlock(cron: Cr
 def test_the_secret_is_in_no_representation(cron: Cronlock) -> None:
     assert SECRET not in repr(cron.settings)
     assert SECRET not in str(cron.settings)
-
-
