@@ -1,7 +1,6 @@
 """Start `./run dev`, do what it prints, and end it with Ctrl-C. Needs nothing but Python."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ def lines_of(process: subprocess.Popen[str]) -> list[str]:
         assert process.stdout is not None
         for line in process.stdout:
             sys.stderr.write(f"  | {line}")
-            lines.append(line.rstrip())
+            lines.append(line.strip())
 
     threading.Thread(target=read, daemon=True).start()
     return lines
@@ -29,7 +28,7 @@ def lines_of(process: subprocess.Popen[str]) -> list[str]:
 
 def curl_lines(lines: list[str]) -> list[str]:
     """The calls that are printed for the reader to try."""
-    return [line.strip().removeprefix("$ ") for line in lines if re.match(r"\s*(\$ )?curl\b", line)]
+    return [line for line in lines if line.startswith("curl ")]
 
 
 def main() -> None:
@@ -38,18 +37,14 @@ def main() -> None:
     )
     lines = lines_of(dev)
     until = time.monotonic() + LIMIT
-    while not any("/cron/" in line for line in curl_lines(lines)) and dev.poll() is None and time.monotonic() < until:
+    while not any(line.startswith("Ctrl-C ends") for line in lines):
+        assert dev.poll() is None and time.monotonic() < until, "it did not start"
         time.sleep(0.2)
-    time.sleep(2)
-    calls = curl_lines(lines)
-    assert len(calls) >= 2, "no curl lines were printed"
-    first = subprocess.Popen(["sh", "-c", calls[0].rstrip("& ")], text=True, stdout=subprocess.PIPE)
-    time.sleep(1)
-    second = subprocess.run(["sh", "-c", calls[1].rstrip("& ")], text=True, stdout=subprocess.PIPE, timeout=60)
-    answers = [json.loads(first.communicate(timeout=120)[0]), json.loads(second.stdout)]
-    print(json.dumps(answers))
-    assert [answer["status"] for answer in answers] == ["completed", "skipped"], answers
-    assert answers[1]["holder"]["runId"] == answers[0]["runId"]
+    pair = next(line for line in curl_lines(lines) if line.endswith("; wait"))
+    said = subprocess.run(["sh", "-c", pair], text=True, stdout=subprocess.PIPE, timeout=120, check=True).stdout
+    answers = {answer["status"]: answer for answer in map(json.loads, said.splitlines())}
+    assert set(answers) == {"completed", "skipped"}, answers
+    assert answers["skipped"]["holder"]["runId"] == answers["completed"]["runId"]
     dev.send_signal(signal.SIGINT)
     assert dev.wait(timeout=30) in (0, 130), dev.returncode
     servers = subprocess.run(["ps", "-eo", "pid,args"], text=True, stdout=subprocess.PIPE).stdout

@@ -16,7 +16,7 @@ from tests.proxy import PROXY, Proxy, end
 
 pytestmark = pytest.mark.anyio
 
-CLOSING = b"not the transaction that took the lock"
+CLOSING = b'"complete_run"'
 FIRST_USE = b"pg_catalog.version()"
 OPENING = b"pg_try_advisory_xact_lock"
 BEGINNING = b'"backend_pid":'
