@@ -11,9 +11,11 @@ The layers, each of which imports only from those below it:
     recovery
     readiness
     runner
+    attempts
+    closing | stopping
     execution
     context | gate
-    recording | steering
+    background | recording | reporting | steering
     explain | stats
     runs
     locks

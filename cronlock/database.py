@@ -376,23 +376,29 @@ class Database:
         limit = self.settings.acquire_timeout.total_seconds()
         for is_async in (True, False) if self.has_threads else (True,):
             seat = await self.acquire(is_async, limit)
-            seat.connection.closing = True
             try:
-                if isinstance(seat, AsyncSeat):
-                    await within(limit, seat.connection, self._introduce_async(seat.connection))
-                else:
-                    talk = self.in_thread(self._introduce_sync, seat.connection)
-                    await within(limit, seat.connection, talk)
-            except DBAPIError as error:
+                await within(limit, seat.connection, self._introduce_on(seat))
+            except (DBAPIError, psycopg.Error) as error:
+                await discard(seat)
                 raise Unavailable("database_unavailable", "the connection broke off at its first use") from error
-            finally:
-                seat.connection.closing = False
-                await seat.give_back()
+            await seat.give_back()
 
-    async def _introduce_async(self, connection: AsyncTaskConnection) -> None:
-        creating.set(connection)
-        async with self.engine.connect():
-            pass
+    async def _introduce_on(self, seat: Seat) -> None:
+        """Let SQLAlchemy look around, but not by the names of a `search_path` that may be led by any schema."""
+        asked = await seat.send(b"SELECT pg_catalog.current_schema(); BEGIN; SET LOCAL search_path = pg_catalog", 0)
+        creating.set(seat.connection)
+        seat.connection.closing = True
+        try:
+            if isinstance(seat, AsyncSeat):
+                async with self.engine.connect():
+                    pass
+                self.engine.dialect.default_schema_name = asked.rows[0][0]
+            else:
+                await self.in_thread(self._introduce_sync, seat.connection)
+                self.sync_engine.dialect.default_schema_name = asked.rows[0][0]
+        finally:
+            seat.connection.closing = False
+        await seat.send(b"COMMIT")
 
     def _introduce_sync(self, connection: ThreadTaskConnection) -> None:
         creating.set(connection)

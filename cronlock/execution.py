@@ -11,7 +11,7 @@ from cronlock.context import Run
 from cronlock.database import Seat
 from cronlock.gate import Call
 from cronlock.lending import Lending
-from cronlock.outcome import Holder, Outcome
+from cronlock.outcome import Failure, Holder, Outcome
 from cronlock.tasks import Task
 
 
@@ -21,6 +21,11 @@ class Stop:
 
     status: str
     message: str
+
+    def failure(self) -> Failure:
+        """As what it is recorded and answered."""
+        types = {"timed_out": "TimeoutError", "cancelled": "Cancel", "lost": "LockLost"}
+        return Failure(types.get(self.status, "TransactionEnded"), self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,10 @@ class Execution:
     def elapsed_ms(self) -> int:
         """Milliseconds since the run began."""
         return round((time.monotonic() - self.started) * 1000)
+
+    def outcome(self, status: str, **facts: Any) -> Outcome:
+        """This run as it ended with `status`."""
+        return Outcome(status=status, task=self.task.name, run_id=self.run_id, duration_ms=self.elapsed_ms(), **facts)
 
     def holder(self) -> Holder:
         """This run as the holder of its lock."""

@@ -4,8 +4,11 @@ Migrators are serialised by a transaction that does nothing but hold an advisory
 its own; the others poll with the try form. (A waiting lock statement would hold a snapshot, against which
 CREATE INDEX CONCURRENTLY deadlocks.) Every migration runs under a short `lock_timeout` and is tried again,
 so that it never queues in front of the application for long.
+
+No statement here relies on `search_path`, which a role or a database may have set to anything.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from psycopg import sql
-from sqlalchemy import create_engine
+from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
@@ -25,6 +28,17 @@ from cronlock.errors import MigrationError
 
 POLL = 0.25
 REPORT_EVERY = 5.0
+LIMITS = (
+    "SET LOCAL search_path = pg_catalog",
+    "SET LOCAL lock_timeout = '2s'",
+    # A killed migrator's statement ends with it, where the server can see that (not on every platform).
+    "DO $$ BEGIN PERFORM pg_catalog.set_config('client_connection_check_interval', '1s', true);"
+    " EXCEPTION WHEN OTHERS THEN NULL; END $$",
+)
+"""What every transaction of a migration begins with."""
+
+alembic = threading.Lock()
+"""Alembic keeps what it works on in module globals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +76,9 @@ def head(schema: str = "cronlock") -> str:
 def current(connection: "psycopg.Connection[tuple[object, ...]]", schema: str) -> str | None:
     """The revision that the database is at; None where cronlock was never installed."""
     table = sql.Identifier(schema, "alembic_version")
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_catalog.to_regclass(%s)", (table.as_string(connection),))
-        if cursor.fetchone() == (None,):
-            return None
-        cursor.execute(sql.SQL("SELECT version_num FROM {}").format(table))
-        rows = cursor.fetchall()
+    if connection.execute("SELECT pg_catalog.to_regclass(%s)", (table.as_string(connection),)).fetchone() == (None,):
+        return None
+    rows = connection.execute(sql.SQL("SELECT version_num FROM {}").format(table)).fetchall()
     if len(rows) > 1:
         raise MigrationError(f"{schema}.alembic_version has {len(rows)} rows; it must have one")
     return str(rows[0][0]) if rows else None
@@ -133,21 +144,25 @@ def take_lock(
     guard: "psycopg.Connection[tuple[object, ...]]", schema: str, until: float, report: Callable[[str], None]
 ) -> None:
     """Open the transaction that serialises migrators, or raise `MigrationError` when `until` has come."""
-    reported = 0.0
+    reported = float("-inf")
     key = "pg_catalog.hashtextextended('cronlock migrate' || pg_catalog.chr(31) || {}, 0)"
     take = psycopg.sql.SQL(f"SELECT pg_catalog.pg_try_advisory_xact_lock({key})").format(schema)
     while True:
         guard.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+        guard.execute("SET LOCAL search_path = pg_catalog")
         guard.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+        if guard.info.server_version >= 170000:
+            guard.execute("SET LOCAL transaction_timeout = 0")
         row = guard.execute(take).fetchone()
         if row == (True,):
             return
+        held = holder(guard, key, schema)
         guard.execute("COMMIT")
         if time.monotonic() > until:
-            raise MigrationError(f"another migration has not finished in time; {holder(guard, key, schema)}")
+            raise MigrationError(f"another migration has not finished in time; {held}")
         if time.monotonic() - reported > REPORT_EVERY:
             reported = time.monotonic()
-            report(f"waiting for another migration; {holder(guard, key, schema)}")
+            report(f"waiting for another migration; {held}")
         time.sleep(POLL)
 
 
@@ -172,22 +187,36 @@ def holder(guard: "psycopg.Connection[tuple[object, ...]]", key: str, schema: st
 
 def create_schema(connection: "psycopg.Connection[tuple[object, ...]]", schema: str) -> None:
     """Create the schema if it is not there (IF NOT EXISTS alone asks for CREATE on the database even then)."""
-    if connection.execute("SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = %s", (schema,)).fetchone():
+    query = "SELECT FROM pg_catalog.pg_namespace WHERE nspname OPERATOR(pg_catalog.=) %s::pg_catalog.name"
+    if connection.execute(query, (schema,)).fetchone() is not None:
         return
     connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
 
 
+def open_transaction(url: str) -> "psycopg.Connection[tuple[object, ...]]":
+    """A connection for SQLAlchemy, which looks around on it before anything else."""
+    connection = connect(url)
+    connection.execute("SET LOCAL search_path = pg_catalog")
+    return connection
+
+
+def limit(connection: Connection) -> None:
+    """Let every transaction that begins on `connection` begin with `LIMITS`."""
+    event.listen(connection, "begin", begin)
+
+
+def begin(connection: Connection) -> None:
+    for statement in LIMITS:
+        connection.exec_driver_sql(statement)
+
+
 def upgrade(url: str, schema: str, until: float, report: Callable[[str], None]) -> None:
     """Run the migrations; one that cannot get its table locks gives up and is tried again until `until`."""
-    engine = create_engine(
-        "postgresql+psycopg://",
-        creator=lambda: connect(url),
-        poolclass=NullPool,
-    )
+    engine = create_engine("postgresql+psycopg://", creator=lambda: open_transaction(url), poolclass=NullPool)
     made = config(schema)
     while True:
         try:
-            with engine.connect() as connection:
+            with alembic, engine.connect() as connection:
                 made.attributes["connection"] = connection
                 command.upgrade(made, "head")
                 connection.commit()

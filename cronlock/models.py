@@ -85,7 +85,7 @@ class RunRow(Base):
         CheckConstraint("(status = 'skipped') = (reason IS NOT NULL)", name="skipped_has_reason"),
         CheckConstraint("(status = 'running') = (finished_at IS NULL)", name="ended_has_time"),
         CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
-        Index(None, "task", text("id DESC")),
+        Index("run_task_id_idx", "task", text("id DESC")),
         Index(
             "run_running_idx",
             "lock_classid",

@@ -101,8 +101,8 @@ class Readiness:
                 lock, name, other_lock, other,
                 extra={"event": "lock.collision"},
             )  # fmt: skip
-        self._runner.paused = {name for (name,) in paused}
-        self._runner.lock_keys = keys
+        self._runner.attempts.paused = {name for (name,) in paused}
+        self._runner.attempts.lock_keys = keys
 
     async def _check_revision(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]", limit: float) -> None:
         schema = self._database.settings.schema_name

@@ -31,6 +31,8 @@ HEAD = (
     b" pg_catalog.set_config('search_path', 'pg_catalog', true); "
 )
 PATIENT = (runs.STOPPING, runs.END)
+INSERTS = (runs.BEGIN, runs.SKIP, runs.SKIP_CHECKED)
+ASKED_AGAIN = 3
 GROUP = 500
 BACKOFF = (0.1, 5.0)
 UNRECORDABLE = "Unrecordable"
@@ -145,8 +147,19 @@ class Recorder:
         for kind, rows in zip(kinds, replies[1:], strict=True):
             answers = {row[0]: row for row in rows}
             for entry in by_kind[kind]:
-                if not entry.written.done():
-                    entry.written.set_result(answers.get(entry.row["nonce"]))
+                self._answer(entry, answers.get(entry.row["nonce"]))
+
+    def _answer(self, entry: Entry, row: Row | None) -> None:
+        """Say what the server gave for a row; one that was sent twice and gave nothing is sent once more.
+
+        The first message may have been committed only while the second one waited for it, and then the
+        second one cannot see the row that is there.
+        """
+        if row is None and entry.kind in INSERTS and 0 < entry.tries < ASKED_AGAIN:
+            entry.tries = ASKED_AGAIN
+            self._waiting.append(entry)
+        elif not entry.written.done():
+            entry.written.set_result(row)
 
     async def _writer(
         self, connection: "psycopg.AsyncConnection[Any]"

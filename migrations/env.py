@@ -7,6 +7,7 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.pool import NullPool
 
 from cronlock.config import Settings
+from cronlock.migrate import limit
 from cronlock.models import Base
 
 schema: str = context.config.attributes.get("schema") or os.environ.get("CRONLOCK_SCHEMA") or "cronlock"
@@ -25,9 +26,12 @@ def url() -> str:
 
 
 def run(connection: Connection | None) -> None:
+    if connection is not None:
+        limit(connection)
     context.configure(
         connection=connection,
         dialect_name="postgresql" if connection is None else None,
+        dialect_opts={"paramstyle": "named"},  # any other doubles every % that is printed
         target_metadata=Base.metadata,
         version_table_schema=schema,
         include_schemas=True,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from cronlock import Outcome, Run, StatementRefused, locks, runner
+from cronlock import Outcome, Run, StatementRefused, locks, stopping
 from tests import Db, Make, Steps, advisory_locks, holders, rows, run_once, task_of, until, value
 
 pytestmark = pytest.mark.anyio
@@ -147,7 +147,7 @@ async def test_the_servers_own_limits_do_not_free_the_lock_of_code_that_goes_on(
     make_cron: Make, written: Db, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "IDLE_MARGIN", timedelta(seconds=1))
-    monkeypatch.setattr(runner, "PING", 0.2)
+    monkeypatch.setattr(stopping, "PING", 0.2)
     cron = make_cron()
     go = threading.Event()
 

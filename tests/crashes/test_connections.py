@@ -33,16 +33,26 @@ async def proxy(database_url: str) -> AsyncIterator[Proxy]:
 
 
 @pytest.fixture
-def make_proxied(make_cron: Make, database_url: str, proxy: Proxy) -> Make:
-    """Makes a Cronlock that reaches the test's database through the proxy."""
+def proxied_url(database_url: str, proxy: Proxy) -> str:
+    """The test's database, through the proxy."""
     parts = conninfo_to_dict(database_url)
     login = f"{parts['user']}:{parts.get('password') or ''}"
-    url = f"postgresql://{login}@127.0.0.1:{proxy.listening}/{parts['dbname']}?sslmode=disable"
+    return f"postgresql://{login}@127.0.0.1:{proxy.listening}/{parts['dbname']}?sslmode=disable"
+
+
+@pytest.fixture
+def make_proxied(make_cron: Make, proxied_url: str) -> Make:
+    """Makes a Cronlock that reaches the test's database through the proxy."""
 
     def make(**settings: Any) -> Cronlock:
-        return make_cron(**{"database_url": url, **settings})
+        return make_cron(**{"database_url": proxied_url, **settings})
 
     return make
+
+
+def nothing(run: Run) -> Steps:
+    """A task that touches nothing."""
+    yield from ()
 
 
 def writes(db: Db) -> list[int]:
@@ -177,7 +187,7 @@ async def test_connections_cut_at_any_moment_never_let_answer_row_and_effect_dif
         await until(lambda: is_quiet(db), "everything is given back")
         assert (await client.get("/cron/awaiting")).status_code == 200
         await until(lambda: statuses(db).count("running") == 0, "every run has ended")
-    recorded = dict(db.execute("SELECT id, status FROM cronlock.run").fetchall())
+    recorded: dict[int, str] = dict(db.execute("SELECT id, status FROM cronlock.run").fetchall())
     assert {run: recorded[run] for run in answered} == answered, f"seed {seed}"
     assert writes(db) == sorted(run for run, status in recorded.items() if status == "completed"), f"seed {seed}"
 
@@ -213,7 +223,7 @@ async def test_an_opening_whose_connection_was_cut_is_tried_again(
     make_proxied: Make, proxy: Proxy, db: Db, is_async: bool, is_forwarded: bool
 ) -> None:
     cron = make_proxied()
-    cron.task("work")(task_of(lambda run: iter(()), is_async))
+    cron.task("work")(task_of(nothing, is_async))
     async with serving(cron.app()) as client:
         cut = proxy.cut_at(OPENING, is_forwarded=is_forwarded)
         answer = await client.get("/cron/work")
@@ -254,7 +264,7 @@ async def test_a_connection_cut_at_its_first_use_costs_one_call_and_no_connectio
     make_proxied: Make, proxy: Proxy, db: Db, is_async: bool
 ) -> None:
     cron = make_proxied(pool_size=1)
-    cron.task("work")(task_of(lambda run: iter(()), is_async))
+    cron.task("work")(task_of(nothing, is_async))
     for _ in range(3):
         cut = proxy.cut_at(FIRST_USE, is_forwarded=False)
         async with serving(cron.app()) as client:
@@ -378,6 +388,33 @@ async def test_a_commit_that_never_gets_an_answer_is_given_up_and_settled_by_its
         assert writes(db) == []
 
 
+async def test_when_only_records_stall_the_call_gets_its_503_in_time_and_nothing_is_run(
+    make_cron: Make, proxied_url: str, proxy: Proxy, db: Db
+) -> None:
+    cron = make_cron(direct_url=proxied_url, pooler="transaction", acquire_timeout="1s")
+    called: list[int] = []
+
+    @cron.task("work")
+    async def work(run: Run) -> None:
+        called.append(run.id)
+
+    async with serving(cron.app()) as client:
+        await client.get("/cron/work")
+        proxy.stall()
+        started = time.monotonic()
+        answer = await client.get("/cron/work")
+        assert answer.status_code == 503
+        assert time.monotonic() - started < 1.9
+        await until(lambda: not locks(db), "the lock is free", 5)
+        proxy.flow()
+        flowed = time.monotonic()
+        while (answer := await client.get("/cron/work")).status_code != 200:
+            assert time.monotonic() - flowed < 5
+        await until(lambda: "running" not in statuses(db), "every run has ended")
+        assert len(called) == 2
+        assert set(statuses(db)) <= {"completed", "cancelled", "lost"}
+
+
 async def test_connections_that_the_network_forgot_are_replaced(make_proxied: Make, proxy: Proxy, db: Db) -> None:
     cron = make_proxied(acquire_timeout="500ms", pool_size=2)
 
@@ -496,7 +533,7 @@ async def test_100_calls_cancelled_at_any_moment_leave_pool_and_server_as_they_w
         await until(lambda: "running" not in statuses(db), "every run has ended")
         # Each run has both of its rows or none, and the row of the run says which.
         twice = db.execute("SELECT run_id, count(*) FROM effect GROUP BY 1 ORDER BY 1").fetchall()
-        recorded = dict(db.execute("SELECT id, status FROM cronlock.run").fetchall())
+        recorded: dict[int, str] = dict(db.execute("SELECT id, status FROM cronlock.run").fetchall())
         assert twice == [(run, 2) for run, status in sorted(recorded.items()) if status == "completed"]
         assert len(twice) > 10
         # What began was not stopped by its caller's going; what had not begun says so.

@@ -143,8 +143,8 @@ async def test_sigterm_cancels_and_records_a_run_that_outlasts_the_drain_timeout
         stopped = time.monotonic()
         server.send(signal.SIGTERM)
         await asyncio.to_thread(server.process.wait, 15)
-        # uvicorn gives open requests a second; a thread that never returns gets three more from us.
-        assert time.monotonic() - stopped < 8
+        # uvicorn gives open requests a second; code that cannot be stopped gets three more from us.
+        assert time.monotonic() - stopped < (8 if (task, how) == ("work-in-thread", "python") else 4)
         await until(lambda: not locks(db), "the lock is free", FREES_WITHIN)
         assert statuses(db) == ["cancelled"]
         told = db.execute("SELECT error_type, error_message FROM cronlock.run").fetchone()

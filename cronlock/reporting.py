@@ -1,0 +1,35 @@
+"""One structured log line for every run that starts, ends or is skipped."""
+
+import logging
+from typing import Any
+
+from cronlock.outcome import Outcome
+
+log = logging.getLogger("cronlock.run")
+
+
+class Report:
+    """Writes the lines of one process, which `instance` names."""
+
+    def __init__(self, instance: str) -> None:
+        self._instance = instance
+
+    def line(self, level: int, event: str, outcome: Outcome, lock_key: int) -> None:
+        """One event of a call or a run."""
+        if log.isEnabledFor(level):
+            facts = {"event": f"run.{event}", **self.facts(outcome, lock_key)}
+            # As log.log does, without walking the stack for the place in this file.
+            log.handle(log.makeRecord(log.name, level, "", 0, "%s %s", (outcome.task, event), None, extra=facts))
+
+    def facts(self, outcome: Outcome, lock_key: int) -> dict[str, Any]:
+        """What every line says, by the names of the HTTP answer."""
+        return {
+            "task": outcome.task,
+            "runId": outcome.run_id,
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "durationMs": outcome.duration_ms,
+            "lockKey": lock_key,
+            "instance": self._instance,
+            "error": f"{outcome.failure.type}: {outcome.failure.message}" if outcome.failure else None,
+        }
