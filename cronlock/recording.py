@@ -21,6 +21,7 @@ import psycopg
 from cronlock import runs
 from cronlock.database import Database, Row, ask, unavailable, within
 from cronlock.errors import Unavailable
+from cronlock.outcome import sqlstate
 
 log = logging.getLogger("cronlock.recording")
 
@@ -123,6 +124,8 @@ class Recorder:
                 await self._again(group, unavailable(error))
         except Unavailable as error:
             await self._again(group, error)
+        except (TypeError, ValueError) as error:  # a row that JSON cannot hold
+            await self._one_by_one(group, error)
         else:
             self._backoff = BACKOFF[0]
 
@@ -176,18 +179,19 @@ class Recorder:
     def _seconds(self) -> float:
         return self._database.settings.acquire_timeout.total_seconds()
 
-    async def _one_by_one(self, group: list[Entry], error: psycopg.Error) -> None:
+    async def _one_by_one(self, group: list[Entry], error: Exception) -> None:
         if len(group) > 1:
             for entry in group:
                 await self._write_group([entry])
             return
         (entry,) = group
-        log.error("a record was refused", extra={"sqlstate": error.sqlstate, "error": type(error).__name__})
+        log.error("a record was refused", extra={"sqlstate": sqlstate(error), "error": type(error).__name__})
         if entry.kind is runs.END and entry.row.get("error_type") != UNRECORDABLE:
             entry.row = {"nonce": entry.row["nonce"], "status": entry.row["status"], "error_type": UNRECORDABLE}
             await self._write_group(group)
         elif not entry.written.done():
-            entry.written.set_exception(unavailable(error))
+            refusal = Unavailable("record_refused", f"the call cannot be recorded ({type(error).__name__})")
+            entry.written.set_exception(unavailable(error) if isinstance(error, psycopg.Error) else refusal)
 
     async def _again(self, group: list[Entry], error: Unavailable) -> None:
         again = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from cronlock import Cronlock, Run, runner
+from cronlock import Cronlock, Run, closing
 from tests import Db, Make, Steps, serving, task_of, until
 from tests.observing import is_quiet, locks, statuses
 from tests.proxy import PROXY, Proxy, end
@@ -343,7 +343,7 @@ async def test_a_timeout_on_a_stalled_link_is_answered_in_time_and_commits_nothi
 async def test_a_commit_without_an_answer_is_told_as_unknown_and_recorded_as_it_went(
     make_proxied: Make, proxy: Proxy, db: Db, effect: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "CLOSE_WAIT", 0.5)
+    monkeypatch.setattr(closing, "CLOSE_WAIT", 0.5)
     cron = make_proxied()
 
     @cron.task("work")
@@ -365,8 +365,8 @@ async def test_a_commit_without_an_answer_is_told_as_unknown_and_recorded_as_it_
 async def test_a_commit_that_never_gets_an_answer_is_given_up_and_settled_by_its_row(
     make_proxied: Make, proxy: Proxy, db: Db, effect: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "CLOSE_MARGIN", 0.0)
-    monkeypatch.setattr(runner, "RECORD_WAIT", 0.5)
+    monkeypatch.setattr(closing, "CLOSE_MARGIN", 0.0)
+    monkeypatch.setattr(closing, "RECORD_WAIT", 0.5)
     cron = make_proxied()
 
     def server_notices() -> None:

@@ -1,0 +1,297 @@
+"""`migrate`: many at once, killed in the middle, behind others, without rights; it ends, or says why not."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from cronlock import migrate as module
+from cronlock.errors import MigrationError
+from cronlock.migrate import migrate
+from cronlock.models import REVISION
+from tests import Db
+from tests.observing import is_quiet, locks
+
+KEY = "hashtextextended('cronlock migrate' || chr(31) || 'cronlock', 0)"
+NEXT = "0002"
+MIGRATION = f'''
+from alembic import context, op
+
+revision = "{NEXT}"
+down_revision = "{REVISION}"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    schema = context.config.attributes["schema"]
+%s
+'''
+WIDER = """    op.execute(f'ALTER TABLE "{schema}".run ADD COLUMN wider integer')"""
+SLOW = """    op.execute("SELECT pg_sleep(60)")"""
+CONCURRENT = """
+    with op.get_context().autocommit_block():
+        op.execute(f'CREATE INDEX CONCURRENTLY run_host_idx ON "{schema}".run (host)')
+"""
+
+
+@pytest.fixture
+def db(empty_url: str) -> Iterator[Db]:
+    with psycopg.connect(empty_url, autocommit=True, application_name="observer") as connection:
+        yield connection
+
+
+@pytest.fixture
+def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Adds a migration to the ones there are, for this process; gives the directory for others."""
+    ours = module.script_location()
+
+    def add(body: str) -> Path:
+        directory = tmp_path / "migrations"
+        shutil.copytree(ours, directory, ignore=shutil.ignore_patterns("__pycache__"))
+        (directory / "versions" / f"{NEXT}_newer.py").write_text(MIGRATION % body)
+        monkeypatch.setattr(module, "script_location", lambda: directory)
+        return directory
+
+    return add
+
+
+@contextmanager
+def migrators(count: int, url: str, *arguments: str) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Processes that are ready to migrate; killed at the end if they still live."""
+    command = [sys.executable, "-m", "tests.migrator", url, "cronlock", *arguments]
+    with ExitStack() as stack:
+        started = []
+        for _ in range(count):
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            process = stack.enter_context(subprocess.Popen(command, **pipes))
+            stack.callback(process.kill)
+            started.append(process)
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+        yield started
+
+
+def go(processes: list["subprocess.Popen[bytes]"]) -> None:
+    """Let them migrate."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+
+
+def results(processes: list["subprocess.Popen[bytes]"]) -> list[Any]:
+    """[before, after] of each; fails with what one said if it failed."""
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err.decode()
+        found.append(json.loads(out))
+    return found
+
+
+def revisions(db: Db) -> list[str]:
+    """What alembic_version says."""
+    return [row[0] for row in db.execute("SELECT version_num FROM cronlock.alembic_version").fetchall()]
+
+
+@contextmanager
+def held(url: str, statement: str) -> Iterator["psycopg.Connection[tuple[Any, ...]]"]:
+    """Another session has run `statement` and keeps its transaction open."""
+    with psycopg.connect(url, application_name="somebody else") as other:
+        other.execute(statement)
+        yield other
+        other.rollback()
+
+
+def test_ten_processes_at_once_make_the_schema_once(empty_url: str, db: Db) -> None:
+    with migrators(10, empty_url, "30") as processes:
+        go(processes)
+        found = results(processes)
+    assert sorted(found, key=str) == sorted([[None, REVISION], *[[REVISION, REVISION]] * 9], key=str)
+    assert revisions(db) == [REVISION]
+    assert is_quiet(db)
+
+
+@pytest.mark.stress
+def test_ten_processes_at_once_twenty_times(empty_url: str, db: Db) -> None:
+    for _ in range(20):
+        db.execute("DROP SCHEMA IF EXISTS cronlock CASCADE")
+        test_ten_processes_at_once_make_the_schema_once(empty_url, db)
+
+
+@pytest.mark.parametrize("body", [WIDER, CONCURRENT], ids=["table", "concurrent index"])
+def test_processes_one_revision_behind_upgrade_once_without_a_deadlock(
+    empty_url: str, db: Db, newer: Callable[[str], Path], body: str
+) -> None:
+    migrate(empty_url, "cronlock")
+    directory = newer(body)
+    with migrators(4, empty_url, "30", str(directory)) as processes:
+        go(processes)
+        found = results(processes)
+    assert sorted(found) == [[REVISION, NEXT], *[[NEXT, NEXT]] * 3]
+    assert revisions(db) == [NEXT]
+    assert db.execute("SELECT count(*) FROM pg_index WHERE NOT indisvalid").fetchone() == (0,)
+    assert is_quiet(db)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.stress)])
+def test_the_next_migration_completes_what_a_killed_one_left(
+    empty_url: str, db: Db, newer: Callable[[str], Path], kills: int
+) -> None:
+    ours = module.script_location()
+    slow = newer(SLOW)
+    for _ in range(kills):
+        with migrators(1, empty_url, "30", str(slow)) as (process,):
+            go([process])
+            query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '%pg_sleep(60)'"
+            deadline = time.monotonic() + 10
+            while db.execute(query).fetchone() != (1,):
+                assert time.monotonic() < deadline, "it did not get to the middle"
+                time.sleep(0.02)
+            process.kill()
+            process.wait()
+        module.script_location = lambda: ours  # type: ignore[assignment]  # put back by the fixture
+        started = time.monotonic()
+        assert migrate(empty_url, "cronlock", wait=timedelta(seconds=20)).after == REVISION
+        assert time.monotonic() - started < 5
+        assert revisions(db) == [REVISION]
+        db.execute("DROP SCHEMA cronlock CASCADE")
+    assert is_quiet(db)
+
+
+def test_at_head_nobody_waits_though_the_lock_is_held_elsewhere(empty_url: str) -> None:
+    migrate(empty_url, "cronlock")
+    lines: list[str] = []
+    with held(empty_url, f"SELECT pg_advisory_xact_lock({KEY})"):
+        started = time.monotonic()
+        for _ in range(20):
+            done = migrate(empty_url, "cronlock", report=lines.append)
+            assert (done.before, done.after) == (REVISION, REVISION)
+        assert time.monotonic() - started < 5
+    assert lines == []
+
+
+def test_who_waits_says_at_once_for_whom_and_gives_up_at_its_limit(empty_url: str, db: Db) -> None:
+    lines: list[tuple[float, str]] = []
+    with held(empty_url, f"SELECT pg_advisory_xact_lock({KEY})") as other:
+        time.sleep(1.1)
+        started = time.monotonic()
+        with pytest.raises(MigrationError, match="somebody else"):
+            migrate(
+                empty_url,
+                "cronlock",
+                wait=timedelta(seconds=1),
+                report=lambda line: lines.append((time.monotonic() - started, line)),
+            )
+        assert 1 <= time.monotonic() - started < 2
+        pid = other.info.backend_pid
+    ((after, line),) = lines
+    assert after < 0.5
+    assert f"backend {pid} (somebody else)" in line
+    assert "for 1 s" in line
+    assert db.execute("SELECT to_regnamespace('cronlock')").fetchone() == (None,)
+    assert is_quiet(db)
+    assert migrate(empty_url, "cronlock").after == REVISION
+
+
+def test_tables_in_use_are_not_queued_for_long_and_tried_again(
+    empty_url: str, db: Db, newer: Callable[[str], Path]
+) -> None:
+    migrate(empty_url, "cronlock")
+    newer(WIDER)
+    lines: list[str] = []
+    done: list[Any] = []
+    with held(empty_url, "SELECT * FROM cronlock.run"):
+        work = threading.Thread(
+            target=lambda: done.append(migrate(empty_url, "cronlock", wait=timedelta(seconds=30), report=lines.append))
+        )
+        work.start()
+        longest, started = 0.0, time.monotonic()
+        while not lines:
+            asked = time.monotonic()
+            db.execute("UPDATE cronlock.run SET reason = reason WHERE id = 0")
+            longest = max(longest, time.monotonic() - asked)
+            assert time.monotonic() - started < 10
+            time.sleep(0.05)
+        assert done == []
+        assert 0.5 < longest < 3  # it was blocked by the queue in front of it, and not for long
+        assert "in use" in lines[0]
+    work.join(10)
+    assert [(one.before, one.after) for one in done] == [(REVISION, NEXT)]
+    assert is_quiet(db)
+
+
+def test_tables_in_use_for_too_long_are_an_error_and_nothing_is_changed(
+    empty_url: str, db: Db, newer: Callable[[str], Path]
+) -> None:
+    migrate(empty_url, "cronlock")
+    newer(WIDER)
+    with held(empty_url, "SELECT * FROM cronlock.run"), pytest.raises(MigrationError, match="lock timeout"):
+        migrate(empty_url, "cronlock", wait=timedelta(seconds=0.1))
+    assert revisions(db) == [REVISION]
+    assert is_quiet(db)
+
+
+@pytest.mark.parametrize("revision", ["9999", "some-branch"])
+def test_a_database_ahead_of_this_code_is_said_to_be_and_left_alone(empty_url: str, db: Db, revision: str) -> None:
+    migrate(empty_url, "cronlock")
+    db.execute("UPDATE cronlock.alembic_version SET version_num = %s", (revision,))
+    with pytest.raises(MigrationError, match=f"{revision}.*ahead of this code"):
+        migrate(empty_url, "cronlock")
+    assert revisions(db) == [revision]
+
+
+def test_two_revisions_at_once_are_an_error(empty_url: str, db: Db) -> None:
+    migrate(empty_url, "cronlock")
+    db.execute("INSERT INTO cronlock.alembic_version VALUES ('other')")
+    with pytest.raises(MigrationError, match="2 rows"):
+        migrate(empty_url, "cronlock")
+
+
+@pytest.fixture
+def role_url(empty_url: str, db: Db) -> Iterator[str]:
+    """A role that may connect and nothing else."""
+    name = f"cronlock_role_{os.getpid()}"
+    db.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'of-the-tests'")
+    try:
+        yield make_conninfo(empty_url, user=name, password="of-the-tests")
+    finally:
+        db.execute(f"DROP OWNED BY {name} CASCADE")
+        db.execute(f"DROP ROLE {name}")
+
+
+def test_a_role_that_may_create_nothing_can_migrate_what_is_at_head(empty_url: str, role_url: str, db: Db) -> None:
+    migrate(empty_url, "cronlock")
+    role = sql.Identifier(psycopg.conninfo.conninfo_to_dict(role_url)["user"])
+    db.execute(sql.SQL("GRANT USAGE ON SCHEMA cronlock TO {}").format(role))
+    db.execute(sql.SQL("GRANT SELECT ON cronlock.alembic_version TO {}").format(role))
+    assert migrate(role_url, "cronlock").before == REVISION
+
+
+def test_a_role_that_owns_only_the_schema_can_migrate_into_it(empty_url: str, role_url: str, db: Db) -> None:
+    role = sql.Identifier(psycopg.conninfo.conninfo_to_dict(role_url)["user"])
+    db.execute(sql.SQL("CREATE SCHEMA cronlock AUTHORIZATION {}").format(role))
+    assert migrate(role_url, "cronlock").after == REVISION
+    assert revisions(db) == [REVISION]
+
+
+def test_a_role_without_rights_is_told_what_the_database_refused(role_url: str, db: Db) -> None:
+    with pytest.raises(MigrationError, match="permission denied for database"):
+        migrate(role_url, "cronlock")
+    assert is_quiet(db)
+    assert locks(db) == []
