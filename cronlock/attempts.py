@@ -264,8 +264,9 @@ class Attempts:
             self._closer.end_row(
                 leader.nonce, "cancelled", Failure("Unavailable", "it was not started: no answer in time")
             )
+            leader.fail(error)
             for call in group:
-                call.fail(error)
+                call.decide(None)
             return
         _, run_id, status, started_at, freed = written
         if freed:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout, TooManyRequests
 from sqlalchemy import Connection as SqlConnection
 from sqlalchemy import create_engine
@@ -39,6 +38,8 @@ from cronlock.lending import (
 T = TypeVar("T")
 Row = tuple[Any, ...]
 CANCEL_TIMEOUT = 2.0
+RECONNECT_TIMEOUT = 4.0
+"""Seconds after which a pool begins anew to connect: its pauses double, and a server may have come back in one."""
 
 NETWORK = {
     "connect_timeout": "5",
@@ -105,7 +106,7 @@ class AsyncSeat:
 
         `rows_at` is the statement whose rows are wanted, as an index into the message; None for none.
         """
-        cursor = psycopg.AsyncClientCursor(self.connection, row_factory=tuple_row)
+        cursor = self.connection.cursor_of_ours()
         await cursor.execute(message)
         await cursor.set_result(-1)
         tag = cursor.statusmessage or ""
@@ -161,7 +162,7 @@ class ThreadSeat:
         return await self.database.in_thread(self._send, message, rows_at)
 
     def _send(self, message: bytes, rows_at: int | None) -> Reply:
-        cursor = psycopg.ClientCursor(self.connection, row_factory=tuple_row)
+        cursor = self.connection.cursor_of_ours()
         cursor.execute(message)
         cursor.set_result(-1)
         tag = cursor.statusmessage or ""
@@ -250,7 +251,12 @@ class Database:
         """Whether a recording connection is a server session of our own, on which statements stay prepared."""
         kwargs = {"autocommit": True, "prepare_threshold": self.prepare_threshold}
         wait = settings.acquire_timeout.total_seconds()
-        common: dict[str, Any] = {"timeout": wait, "open": False, "kwargs": kwargs, "reconnect_timeout": 60}
+        common: dict[str, Any] = {
+            "timeout": wait,
+            "open": False,
+            "kwargs": kwargs,
+            "reconnect_timeout": RECONNECT_TIMEOUT,
+        }
         self.runs = AsyncConnectionPool(
             conninfo,
             connection_class=AsyncTaskConnection,

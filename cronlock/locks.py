@@ -28,7 +28,7 @@ IDLE_MARGIN = timedelta(seconds=10)
 ENDED = "cronlock: this is not the transaction that took the lock"
 NO_ROW = "cronlock: no open run row"
 SAVEPOINT = "cronlock_task"
-LOCK_AT = 2
+LOCK_AT = -2
 
 
 def milliseconds(span: timedelta) -> int:
@@ -63,6 +63,8 @@ def opening(task: Task, server: Server) -> bytes:
         settings["client_connection_check_interval"] = 500
     lines = [
         sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE"),
+        # One that the server has set already goes on unless it is switched off in between.
+        *([sql.SQL("SET LOCAL transaction_timeout = 0")] if server.version >= 170000 else []),
         set_local(settings),
         sql.SQL(
             "SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') OPERATOR(pg_catalog.=) 'off'"

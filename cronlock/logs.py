@@ -1,10 +1,12 @@
 """Log lines on stderr: one JSON object each, or text for people. For the commands: the library configures nothing."""
 
+import asyncio
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, TextIO
 
 from pythonjsonlogger.json import JsonFormatter
@@ -17,13 +19,44 @@ COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
 
 def configure(form: Literal["json", "text"], scrub: Callable[[str], str]) -> None:
     """Write what cronlock logs from INFO on, and everybody else from WARNING on, to stderr, without secrets."""
-    handler = logging.StreamHandler()
+    handler = Gathered()
+    # Nobody's format here shows them, and they are a third of what a line costs.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler.setFormatter(Json(scrub) if form == "json" else Text(scrub, is_coloured(sys.stderr)))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("cronlock").setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+class Gathered(logging.StreamHandler[TextIO]):
+    """Writes the lines of one turn of the event loop together; outside a loop each at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.append(self.format(record) + self.terminator)
+        except Exception:
+            self.handleError(record)
+            return
+        if len(self._lines) > 1:
+            return  # whoever added the first has seen to it
+        try:
+            asyncio.get_running_loop().call_soon(self.flush)
+        except RuntimeError:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        with self.lock or nullcontext():
+            lines, self._lines = self._lines, []
+            if lines:
+                self.stream.write("".join(lines))
+            super().flush()
 
 
 def is_coloured(stream: TextIO) -> bool:

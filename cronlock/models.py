@@ -90,6 +90,7 @@ class RunRow(Base):
             "run_running_idx",
             "lock_classid",
             "lock_objid",
+            "backend_pid",
             postgresql_where=text("status = 'running'"),
         ),
     )

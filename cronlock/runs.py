@@ -85,8 +85,11 @@ held AS MATERIALIZED (
        AND l.database = """
     + HERE
     + """
-      LEFT JOIN {run} r ON r.status = 'running' AND r.backend_pid = l.pid AND r.lock_objsubid = 1
-       AND r.lock_classid = l.classid::bigint AND r.lock_objid = l.objid::bigint
+      LEFT JOIN LATERAL (
+           SELECT r.id, r.started_at, r.instance FROM {run} r
+            WHERE r.status = 'running' AND r.lock_classid = (k.lock_key >> 32) & 4294967295
+              AND r.lock_objid = k.lock_key & 4294967295 AND r.backend_pid = l.pid AND r.lock_objsubid = 1
+            ORDER BY r.id DESC LIMIT 1) r ON true
       LEFT JOIN LATERAL pg_stat_get_activity(l.pid) g ON l.pid IS NOT NULL
      WHERE r.id IS NOT NULL OR coalesce(g.application_name, '') NOT LIKE 'cronlock:%'
      ORDER BY k.lock_key, r.id DESC NULLS LAST),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -94,12 +95,12 @@ async def test_progress_is_visible_from_outside_while_the_task_runs(make_cron: M
     async def awaiting(run: Run) -> None:
         for done, total in ((1, None), (2, 10), (3, 10)):
             run.progress(done, total)
-            await until(lambda done=done, total=total: is_seen(done, total), f"progress {done}")
+            await until(partial(is_seen, done, total), f"progress {done}")
 
     def plain(run: Run) -> None:
         for done, total in ((1, None), (2, 10), (3, 10)):
             run.progress(done, total)
-            asyncio.run(until(lambda done=done, total=total: is_seen(done, total), f"progress {done}"))
+            asyncio.run(until(partial(is_seen, done, total), f"progress {done}"))
 
     outcome = await run_once(make_cron(), awaiting if is_async else plain)
     assert outcome.failure is None

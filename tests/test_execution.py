@@ -113,11 +113,12 @@ async def test_a_thread_that_sleeps_through_its_timeout_keeps_the_lock_and_write
     def sleeping(run: Run) -> str:
         run.driver.execute("INSERT INTO written VALUES (1)")
         go.wait(20)
-        for use in (
+        uses: list[Callable[[], Any]] = [
             lambda: run.driver.execute("INSERT INTO written VALUES (2)"),
             lambda: run.connection.execute(text("INSERT INTO written VALUES (3)")),
             lambda: run.session.execute(text("INSERT INTO written VALUES (4)")),
-        ):
+        ]
+        for use in uses:
             try:
                 use()
             except StatementRefused as error:

@@ -214,11 +214,12 @@ async def test_a_statement_after_a_raw_commit_is_refused(make_cron: Make, db: Db
 
     def steps(run: Run) -> Steps:
         yield run.driver.execute("COMMIT")
-        for use in (
+        uses: list[Callable[[], Any]] = [
             lambda: run.driver.execute("INSERT INTO written VALUES (1)"),
             lambda: run.connection.execute(text("INSERT INTO written VALUES (2)")),
             lambda: run.session.execute(text("INSERT INTO written VALUES (3)")),
-        ):
+        ]
+        for use in uses:
             try:
                 yield use()
             except TransactionEnded as error:
@@ -288,12 +289,13 @@ async def test_a_driver_kept_beyond_its_run_is_refused(make_cron: Make, db: Db) 
         for again in range(2):
             await go.wait()
             go.clear()
-            for action in (
+            actions: list[Callable[[], Any]] = [
                 lambda: kept[0].execute(f"INSERT INTO written VALUES ({again})"),  # noqa: B023
                 lambda: kept[0].commit(),
                 lambda: kept[0].rollback(),
                 lambda: kept[0].close(),
-            ):
+            ]
+            for action in actions:
                 try:
                     await action()
                 except (StatementRefused, TransactionRefused) as error:
@@ -333,11 +335,12 @@ async def test_a_thread_that_keeps_a_driver_beyond_its_run_is_refused(make_cron:
 
     def use() -> None:
         go.wait(10)
-        for action in (
+        actions: list[Callable[[], Any]] = [
             lambda: kept[0].execute("INSERT INTO written VALUES (1)"),
             lambda: kept[0].commit(),
             lambda: kept[0].rollback(),
-        ):
+        ]
+        for action in actions:
             try:
                 action()
             except StatementRefused as error:

@@ -80,7 +80,7 @@ async def test_a_run_costs_few_round_trips_and_two_commits(
     make_proxied: Make, proxy: Proxy, db: Db, steps: Any, status: str, trips: int, commits: int, is_async: bool
 ) -> None:
     db.execute("CREATE TABLE written (a int)")
-    cron = make_proxied()
+    cron = make_proxied(record_pool_size=1)  # one, so that it has been used before
     cron.task("once")(task_of(steps, is_async))
     async with cron:
         await cron.run("once")
@@ -97,7 +97,7 @@ async def test_a_run_costs_few_round_trips_and_two_commits(
 async def test_a_skip_costs_three_round_trips_and_one_commit(
     make_proxied: Make, proxy: Proxy, db: Db, database_url: str, is_async: bool
 ) -> None:
-    cron = make_proxied()
+    cron = make_proxied(record_pool_size=1)  # one, so that it has been used before
     cron.task("once")(task_of(untouched, is_async))
     async with cron:
         await cron.run("once")
@@ -114,7 +114,7 @@ async def test_a_skip_costs_three_round_trips_and_one_commit(
 async def test_a_skip_by_a_run_of_the_same_process_costs_one_round_trip(
     make_proxied: Make, proxy: Proxy, db: Db
 ) -> None:
-    cron = make_proxied()
+    cron = make_proxied(record_pool_size=1)  # one, so that it has been used before
     running, go = asyncio.Event(), asyncio.Event()
 
     @cron.task("once")
@@ -125,6 +125,7 @@ async def test_a_skip_by_a_run_of_the_same_process_costs_one_round_trip(
     async with cron:
         first = asyncio.create_task(cron.run("once"))
         await running.wait()
+        await settled(proxy)
         proxy.heard.clear()
         assert (await cron.run("once")).status == "skipped"
         heard = [message for message in proxy.heard if b"cancel_requested" not in message]

@@ -229,7 +229,7 @@ async def test_completed_and_the_tasks_writes_appear_in_one_commit(
         yield run.driver.execute("INSERT INTO stamped VALUES ('task')")
 
     await run_once(make_cron(), task_of(steps, is_async))
-    stamps = dict(written.execute("SELECT what, xid::text FROM stamped").fetchall())
+    stamps: dict[str, str] = dict(written.execute("SELECT what, xid::text FROM stamped").fetchall())
     assert set(stamps) == {"task", "completed"}
     assert stamps["task"] == stamps["completed"]
 

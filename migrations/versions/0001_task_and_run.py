@@ -75,7 +75,7 @@ CREATE TABLE {schema}.run (
 );
 
 CREATE INDEX run_task_id_idx ON {schema}.run (task, id DESC);
-CREATE INDEX run_running_idx ON {schema}.run (lock_classid, lock_objid) WHERE status = 'running';
+CREATE INDEX run_running_idx ON {schema}.run (lock_classid, lock_objid, backend_pid) WHERE status = 'running';
 """
 
 # Called in the transaction that holds the lock, right before its COMMIT. Being a function its plan is kept with the

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx2
@@ -406,7 +406,7 @@ async def test_a_body_over_the_limit_answers_413_while_it_streams(make_cron: Mak
 
     sent = 0
 
-    async def endless() -> AsyncIterator[bytes]:
+    async def endless() -> AsyncGenerator[bytes, None]:
         nonlocal sent
         while True:
             sent += 1
