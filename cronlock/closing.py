@@ -161,7 +161,7 @@ class Closer:
         if execution.answer.done():
             return
         message = f"run {execution.run_id}: its commit was sent, no answer came yet; its row will say how it ended"
-        execution.answer.set_exception(Unavailable("outcome_unknown", message))
+        execution.answer.set_exception(Unavailable("outcome_unknown", message, run_id=execution.run_id))
         execution.answer.exception()  # its caller may have gone
 
     async def fail(self, execution: Execution, status: str, why: Failure, *, retry_after: int | None = None) -> Outcome:

@@ -227,7 +227,7 @@ class Settings(BaseSettings):
         None,
         "CRONLOCK_DIRECT_URL",
         example=conninfo.EXAMPLE,
-        about="the database without a pooler, for migrations and LISTEN",
+        about="the database past the pooler, for migrations and records",
         repr=False,
     )
     secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)] = setting(
@@ -240,7 +240,7 @@ class Settings(BaseSettings):
         None,
         "CRONLOCK_ADMIN_SECRET",
         example="$(cronlock secret)",
-        about="for the dashboard, metrics and commands",
+        about="reserved; nothing uses it yet",
     )
     schema_name: Annotated[str, BeforeValidator(_schema)] = setting(
         "cronlock", "CRONLOCK_SCHEMA", example="cronlock", about="the schema that everything is in"

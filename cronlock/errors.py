@@ -61,12 +61,16 @@ class UnknownTask(CronlockError):
 
 
 class Unavailable(CronlockError):
-    """Nothing was run: `reason` is one word for programs, `str()` a sentence for people."""
+    """Nothing was decided: `reason` is one word for programs, `str()` a sentence for people.
 
-    def __init__(self, reason: str, message: str, retry_after: int = 5) -> None:
+    `retry_after` is in seconds. `run_id` is that of a run whose end is not known (`outcome_unknown`), else None.
+    """
+
+    def __init__(self, reason: str, message: str, retry_after: int = 5, run_id: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry_after = retry_after
+        self.run_id = run_id
 
 
 class TransactionRefused(CronlockError):

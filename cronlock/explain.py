@@ -19,7 +19,8 @@ def explain(run: dict[str, Any]) -> str:
             )
         case "timed_out":
             return f"timed out: {run['error_message']}; what it wrote was rolled back"
-    return f"{run['status']}: {run['error_type']}: {run['error_message']}; what it wrote was rolled back"
+    told = f"{run['status']}: {run['error_type']}: {run['error_message']}"
+    return told if run["error_type"] == "TransactionEnded" else f"{told}; what it wrote was rolled back"
 
 
 def skip(run: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import datetime
 from typing import Any, Literal, TextIO
 
 from pythonjsonlogger.json import JsonFormatter
@@ -69,6 +70,11 @@ def is_scrubbed(record: logging.LogRecord) -> bool:
     return record.name.startswith("cronlock") and record.name != "cronlock.task"
 
 
+def readable(value: object) -> str:
+    """What JSON has no form for: a time as ISO 8601, all else as text."""
+    return value.isoformat() if isinstance(value, datetime) else str(value)
+
+
 class Json(JsonFormatter):
     """One JSON object a line: timestamp, level, logger, message, and the event's facts by their names."""
 
@@ -82,7 +88,7 @@ class Json(JsonFormatter):
         )
         self._scrub = scrub
         # Made once: json.dumps makes an encoder for every call that is not plain, and every skip writes a line.
-        self._encoder = json.JSONEncoder(ensure_ascii=False, default=str, separators=(",", ":"))
+        self._encoder = json.JSONEncoder(ensure_ascii=False, default=readable, separators=(",", ":"))
 
     def _encode(self, facts: dict[str, Any], **_: object) -> str:
         return self._encoder.encode(facts)

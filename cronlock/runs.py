@@ -158,7 +158,8 @@ DELETE FROM {run} WHERE id IN (
      WHERE r.status <> 'running'
        AND r.finished_at < clock_timestamp() - make_interval(secs => CASE r.status
                WHEN 'skipped' THEN {skipped} WHEN 'completed' THEN {completed} ELSE {failed} END)
-       AND r.id < (SELECT max(n.id) FROM {run} n WHERE n.task = r.task AND n.status <> 'skipped')
+       AND (r.status = 'skipped'
+            OR r.id < (SELECT max(n.id) FROM {run} n WHERE n.task = r.task AND n.status <> 'skipped'))
      ORDER BY r.id LIMIT {limit} FOR UPDATE SKIP LOCKED)
  RETURNING 1
 """

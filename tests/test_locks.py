@@ -154,6 +154,21 @@ async def test_a_lock_of_another_database_of_the_server_is_not_seen(make_cron: M
     assert ran == [1]
 
 
+async def test_an_opening_that_has_no_row_yet_is_no_holder_and_nor_is_one_in_another_database(
+    make_cron: Make, empty_url: str, database_url: str, db: Db
+) -> None:
+    """The lock is held, but by nobody who can be named: that is no skip."""
+    cron = make_cron()
+    cron.task("once")(lambda run: None)
+    async with cron, held(empty_url, "once"):
+        async with held(database_url, "once", application="cronlock:once"):
+            with pytest.raises(Unavailable) as undecided:
+                await cron.run("once")
+        assert undecided.value.reason == "undecided"
+        assert (await cron.run("once")).status == "completed"
+    assert rows(db, "once") == [("completed", None)]
+
+
 # -- collisions --------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from cronlock import migrate as module
 from cronlock.errors import MigrationError
@@ -41,7 +41,14 @@ def upgrade() -> None:
 %s
 '''
 WIDER = """    op.execute(f'ALTER TABLE "{schema}".run ADD COLUMN wider integer')"""
-SLOW = """    op.execute("SELECT pg_sleep(60)")"""
+SLOW = """
+quick = upgrade
+
+
+def upgrade() -> None:
+    quick()
+    op.execute("SELECT pg_sleep(60)")
+"""
 CONCURRENT = """
     with op.get_context().autocommit_block():
         op.execute(f'CREATE INDEX CONCURRENTLY run_host_idx ON "{schema}".run (host)')
@@ -72,12 +79,15 @@ def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
 @contextmanager
 def migrators(count: int, url: str, *arguments: str) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Processes that are ready to migrate; killed at the end if they still live."""
-    command = [sys.executable, "-m", "tests.migrator", url, "cronlock", *arguments]
+    here = Path(__file__).parent
+    command = [sys.executable, str(here / "migrator.py"), url, "cronlock", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(here.parent)}
     with ExitStack() as stack:
         started = []
         for _ in range(count):
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            process = stack.enter_context(subprocess.Popen(command, **pipes))
+            pipe = subprocess.PIPE
+            opened = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+            process = stack.enter_context(opened)
             stack.callback(process.kill)
             started.append(process)
         for process in started:
@@ -128,6 +138,7 @@ def test_ten_processes_at_once_make_the_schema_once(empty_url: str, db: Db) -> N
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(400)
 def test_ten_processes_at_once_twenty_times(empty_url: str, db: Db) -> None:
     for _ in range(20):
         db.execute("DROP SCHEMA IF EXISTS cronlock CASCADE")
@@ -151,11 +162,11 @@ def test_processes_one_revision_behind_upgrade_once_without_a_deadlock(
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.stress)])
 def test_the_next_migration_completes_what_a_killed_one_left(
-    empty_url: str, db: Db, newer: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, kills: int
+    empty_url: str, db: Db, tmp_path: Path, kills: int
 ) -> None:
-    ours = module.script_location()
-    slow = newer(SLOW)
-    monkeypatch.setattr(module, "script_location", lambda: ours)
+    slow = shutil.copytree(module.script_location(), tmp_path / "migrations")
+    with next((slow / "versions").glob(f"{REVISION}_*.py")).open("a") as file:
+        file.write(SLOW)
     asleep = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '%pg_sleep(60)'"
     for _ in range(kills):
         with migrators(1, empty_url, "30", str(slow)) as (process,):
@@ -277,14 +288,14 @@ def role_url(empty_url: str, db: Db) -> Iterator[str]:
 
 def test_a_role_that_may_create_nothing_can_migrate_what_is_at_head(empty_url: str, role_url: str, db: Db) -> None:
     migrate(empty_url, "cronlock")
-    role = sql.Identifier(psycopg.conninfo.conninfo_to_dict(role_url)["user"])
+    role = sql.Identifier(str(conninfo_to_dict(role_url)["user"]))
     db.execute(sql.SQL("GRANT USAGE ON SCHEMA cronlock TO {}").format(role))
     db.execute(sql.SQL("GRANT SELECT ON cronlock.alembic_version TO {}").format(role))
     assert migrate(role_url, "cronlock").before == REVISION
 
 
 def test_a_role_that_owns_only_the_schema_can_migrate_into_it(empty_url: str, role_url: str, db: Db) -> None:
-    role = sql.Identifier(psycopg.conninfo.conninfo_to_dict(role_url)["user"])
+    role = sql.Identifier(str(conninfo_to_dict(role_url)["user"]))
     db.execute(sql.SQL("CREATE SCHEMA cronlock AUTHORIZATION {}").format(role))
     assert migrate(role_url, "cronlock").after == REVISION
     assert revisions(db) == [REVISION]

@@ -81,6 +81,7 @@ def test_every_error_but_the_signals_has_one_root() -> None:
 def test_every_exported_name_says_what_it_is(name: str, project: Path) -> None:
     kind = getattr(cronlock, name)
     assert kind.__doc__
+    assert not kind.__doc__.startswith(f"{name}("), "that is the docstring which a dataclass makes for itself"
     assert f"`{name}`" in (project / "docs/tasks.md").read_text()
 
 

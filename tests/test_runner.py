@@ -123,12 +123,12 @@ async def test_what_a_savepoint_undid_is_gone_and_the_rest_is_committed(
 async def test_a_savepoint_of_the_same_name_as_cronlocks_changes_nothing(
     make_cron: Make, written: Db, is_async: bool
 ) -> None:
-    for end, left in (("", [0, 1, 2]), ("SELECT 1 / 0", [0, 1, 2])):
+    for first, end, left in ((1, "", [0, 1, 2]), (3, "SELECT 1 / 0", [0, 1, 2])):
 
-        def steps(run: Run, end: str = end) -> Steps:
-            yield run.driver.execute("INSERT INTO written VALUES (1)")
+        def steps(run: Run, first: int = first, end: str = end) -> Steps:
+            yield run.driver.execute("INSERT INTO written VALUES (%s)", (first,))
             yield run.driver.execute("SAVEPOINT cronlock_task")
-            yield run.driver.execute("INSERT INTO written VALUES (2)")
+            yield run.driver.execute("INSERT INTO written VALUES (%s)", (first + 1,))
             if end:
                 yield run.driver.execute(end)
 

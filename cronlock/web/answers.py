@@ -7,11 +7,13 @@ from typing import Any
 
 from starlette.types import Send
 
-from cronlock.errors import Unavailable
+from cronlock.errors import PayloadInvalid, Unavailable
+from cronlock.jsontext import clip
 from cronlock.outcome import Outcome
 
 RESULT_LIMIT = 3000
-FIELDS_LIMIT = 10
+FIELDS_LIMIT = 3000
+FIELD_LIMIT = 200
 STATUS = {"completed": 200, "failed": 500, "timed_out": 504, "cancelled": 500, "lost": 500}
 dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -43,15 +45,25 @@ def plain(code: int, status: str, headers: Iterable[tuple[bytes, bytes]] = (), *
     return Answer(code, status, dump({"status": status, **facts}).encode(), tuple(headers))
 
 
+def invalid(error: PayloadInvalid) -> Answer:
+    """The fields that are wrong, as many as an answer has room for; names come from the caller and are cut."""
+    fields: list[dict[str, str]] = []
+    for problem in error.fields:
+        cut = {name: clip(str(value), FIELD_LIMIT) for name, value in problem.items()}
+        if len(dump([*fields, cut]).encode()) > FIELDS_LIMIT:
+            break
+        fields.append(cut)
+    return plain(422, "unprocessable", fields=fields)
+
+
 def unavailable(error: Unavailable) -> Answer:
-    """Nothing was run; come again."""
-    return plain(
-        503,
-        "unavailable",
-        [(b"retry-after", str(error.retry_after).encode())],
-        reason=error.reason,
-        message=str(error),
-    )
+    """Nothing was run, or it is not known how a run ended; come again."""
+    headers = [(b"retry-after", str(error.retry_after).encode())]
+    facts: dict[str, Any] = {"reason": error.reason, "message": str(error)}
+    if error.run_id is not None:
+        headers.append((b"cronlock-run-id", str(error.run_id).encode()))
+        facts["runId"] = error.run_id
+    return plain(503, "unavailable", headers, **facts)
 
 
 def of(outcome: Outcome, skip_status: int) -> Answer:

@@ -83,7 +83,7 @@ class CronEndpoint:
         except TooLarge:
             return plain(413, "too_large", reason=f"the body is longer than {self._max_body} bytes")
         except PayloadInvalid as error:
-            return plain(422, "unprocessable", fields=error.fields[: answers.FIELDS_LIMIT])
+            return answers.invalid(error)
         outcome: Outcome = await self._cron.start_call(task, payload, trigger="http", caller=recognise(fields))
         return answers.of(outcome, skip_status)
 

@@ -254,6 +254,23 @@ async def test_all_connections_dead_at_once_are_replaced_before_anybody_notices(
             assert [answer.json()["status"] for answer in answers] == ["completed", "completed"]
 
 
+async def test_a_port_that_refuses_answers_503_and_is_used_again_when_it_is_open(
+    make_proxied: Make, proxy: Proxy, db: Db
+) -> None:
+    cron = make_proxied(acquire_timeout="500ms")
+    cron.task("work")(task_of(nothing, True))
+    async with serving(cron.app()) as client:
+        assert (await client.get("/cron/work")).status_code == 200
+        await proxy.refuse()
+        proxy.cut("rst")
+        answers = [await client.get("/cron/work") for _ in range(3)]
+        assert {answer.status_code for answer in answers} == {503}
+        await proxy.accept()
+        opened = time.monotonic()
+        while (await client.get("/cron/work")).status_code != 200:
+            assert time.monotonic() - opened < 5
+
+
 def tasks() -> int:
     """How many tasks the event loop has, the proxy's own left out."""
     return sum(task.get_name() != PROXY for task in asyncio.all_tasks())

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import psycopg
@@ -84,6 +85,20 @@ async def comes_back(client: httpx2.AsyncClient, path: str, since: float) -> htt
     return answer
 
 
+async def one_more(codes: list[int]) -> None:
+    """Wait for the next 200."""
+    enough = codes.count(200) + 1
+    await until(lambda: codes.count(200) >= enough, "calls succeed again", COMES_BACK)
+
+
+def pause(seconds: float, is_async: bool) -> Any:
+    """Sleep, as each kind of task does."""
+    if is_async:
+        return asyncio.sleep(seconds)
+    time.sleep(seconds)
+    return None
+
+
 async def write(run: Run) -> None:
     """A task that works in a moment."""
     await run.driver.execute("INSERT INTO effect VALUES (%s)", (run.id,))
@@ -103,7 +118,7 @@ async def test_a_restart_in_mid_run_loses_the_run_and_lets_the_next_one_go(
         began.append(run.id)
         try:
             for _ in range(100):
-                yield asyncio.sleep(0.1) if is_async else time.sleep(0.1)
+                yield pause(0.1, is_async)
                 run.check()
         finally:
             ended.append(time.monotonic())
@@ -190,8 +205,7 @@ async def test_five_restarts_in_a_row_are_survived(machine: Embedded, make_cron:
         calling = asyncio.create_task(call_on())
         for _ in range(5):
             await asyncio.to_thread(machine.restart)
-            enough = codes.count(200) + 1
-            await until(lambda enough=enough: codes.count(200) >= enough, "calls succeed again", COMES_BACK)
+            await one_more(codes)
             assert not calling.done()
         calling.cancel()
         await asyncio.wait((calling,))
@@ -243,7 +257,7 @@ async def test_limits_of_the_server_shorter_than_a_task_do_not_stop_it(
 
     def idle(run: Run) -> Steps:
         yield run.driver.execute("INSERT INTO effect VALUES (%s)", (run.id,))
-        yield asyncio.sleep(2) if is_async else time.sleep(2)
+        yield pause(2, is_async)
         yield run.driver.execute("SELECT pg_sleep(1.2)")
 
     cron.task("idle")(task_of(idle, is_async))
