@@ -27,6 +27,7 @@ from cronlock.reporting import Report
 from cronlock.stopping import Stopper
 
 STOP_WAIT = 3.0
+SHUTDOWN = Stop("cancelled", "the server was shutting down")
 
 log = logging.getLogger("cronlock.run")
 
@@ -53,6 +54,7 @@ class Runner:
         self.attempts = Attempts(
             database, recorder, self._closer, self._background, self._report, self.instance_id, self._start
         )
+        self._is_ending = False
         self._is_drained = False
 
     @property
@@ -76,6 +78,8 @@ class Runner:
     def _start(self, gate: Gate, execution: Execution) -> None:
         gate.running = execution
         self._stopper.watch(execution)
+        if self._is_ending:  # its attempt was under way when the others were stopped
+            execution.ask_to_stop(SHUTDOWN)
         if log.isEnabledFor(logging.INFO):
             self._report.line(logging.INFO, "started", execution.outcome("running"), execution.lock_key)
         self.spawn(self._execute(gate, execution))
@@ -161,8 +165,9 @@ class Runner:
         if self._is_drained:
             return
         await self._until_empty(timeout)
+        self._is_ending = True
         for execution in self.active:
-            execution.ask_to_stop(Stop("cancelled", "the server was shutting down"))
+            execution.ask_to_stop(SHUTDOWN)
         await self._until_empty(STOP_WAIT)
         for execution in self.active:
             # A thread that does not return: the process is about to end, and with it the connection.

@@ -353,7 +353,9 @@ async def test_the_defaults_of_the_role_change_nothing(
     for app in (cron, other):
         for status in ends:
             app.task(status)(task_of(make(status), is_async))
+    cron.task("untouched")(task_of(untouched, is_async))
     async with cron, other:
+        assert (await cron.run("untouched")).status == "completed"
         for status in ends:
             outcome = await cron.run(status)
             assert outcome.status == status, outcome.failure
@@ -367,6 +369,10 @@ async def test_the_defaults_of_the_role_change_nothing(
     assert value(db, began) is True
     assert json.loads(value(db, "SELECT result FROM cronlock.run WHERE status = 'completed'")) == {"text": "it's \\ ä"}
     assert db.execute("SELECT DISTINCT * FROM public.commits").fetchall() == [("on", "read committed")]
+
+
+def untouched(run: Run) -> Steps:
+    yield None
 
 
 async def test_a_task_may_idle_longer_than_the_roles_idle_timeout(

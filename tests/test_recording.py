@@ -216,7 +216,7 @@ async def test_a_record_that_is_refused_costs_no_other_its_own(recorder: Recorde
     written = [recorder.put(runs.SKIP, row) for row in good[:10]]
     bad = recorder.put(runs.SKIP, skip(**POISONS[poison]))
     written += [recorder.put(runs.SKIP, row) for row in good[10:]]
-    answers = await asyncio.gather(*written, bad, return_exceptions=True)
+    answers = await asyncio.wait_for(asyncio.gather(*written, bad, return_exceptions=True), 20)
     assert isinstance(answers.pop(), Unavailable)
     ids = [answer[1] for answer in answers]  # type: ignore[index]
     names = db.execute("SELECT id, task FROM cronlock.run ORDER BY id").fetchall()
