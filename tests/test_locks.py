@@ -367,7 +367,9 @@ async def test_the_defaults_of_the_role_change_nothing(
         assert rows(db, status) == [(status, None), *skips]
     began = "SELECT bool_and(finished_at >= started_at AND started_at > now() - interval '1 min') FROM cronlock.run"
     assert value(db, began) is True
-    assert json.loads(value(db, "SELECT result FROM cronlock.run WHERE status = 'completed'")) == {"text": "it's \\ ä"}
+    assert json.loads(
+        value(db, "SELECT result FROM cronlock.run WHERE task = 'completed' AND status = 'completed'")
+    ) == {"text": "it's \\ ä"}
     assert db.execute("SELECT DISTINCT * FROM public.commits").fetchall() == [("on", "read committed")]
 
 
