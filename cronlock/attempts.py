@@ -6,6 +6,7 @@ be seen from outside and its id grows in the order of the locks; only then is th
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections import defaultdict
@@ -269,8 +270,8 @@ class Attempts:
                 call.decide(None)
             return
         _, run_id, status, started_at, freed = written
-        if freed:
-            log.warning("runs were lost", extra={"event": "run.lost", "runs": freed, "lockKey": lock_key})
+        for lost_id, lost_task in json.loads(freed or "[]"):
+            self._report.lost(lost_task, lost_id, lock_key)
         if status != "running":
             await self._let_go(seat)
             self.paused.add(leader.task.name)
@@ -279,10 +280,10 @@ class Attempts:
                 call.decide(None)
             return
         if not leader.is_waiting:
-            await self._let_go(seat)
             self._closer.end_row(
                 leader.nonce, "cancelled", Failure("Unavailable", "it was not started: its caller had gone")
             )
+            await self._let_go(seat)
             for call in group:
                 call.decide(None)
             return

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from cronlock import locks, runs
 from cronlock.background import Background
@@ -70,6 +71,9 @@ class Closer:
             return await self.fail(execution, "failed", failure(error, self._scrub), retry_after=seconds)
         if (error := error or execution.lending.fault) is not None:
             return await self.fail(execution, "failed", failure(error, self._scrub))
+        if execution.seat.connection.info.transaction_status is TransactionStatus.IDLE:
+            # Whatever the session flushed now would be committed by itself.
+            return await self.fail(execution, "failed", failure(ended(), self._scrub))
         result = dump_result(returned.value)
         try:
             await settle(run)
@@ -119,10 +123,7 @@ class Closer:
                 f"{told}. Put such a statement into a savepoint (begin_nested())."
             )
         if state in ("3B001", "25P01") or locks.ENDED in str(error):
-            return TransactionEnded(
-                "the task ended its transaction by SQL (COMMIT, END, ROLLBACK or PREPARE TRANSACTION), and with it"
-                " its lock; what it committed itself stays, the rest was rolled back"
-            )
+            return ended()
         if locks.NO_ROW in str(error):
             return LockLost("the run's row is not open any more; what the run wrote was rolled back")
         return error
@@ -212,3 +213,11 @@ class Closer:
         future = self._recorder.put(runs.END, row)
         future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         return future
+
+
+def ended() -> TransactionEnded:
+    """The error of a run whose task ended the transaction that held the lock."""
+    return TransactionEnded(
+        "the task ended its transaction by SQL (COMMIT, END, ROLLBACK or PREPARE TRANSACTION), and with it"
+        " its lock; what it committed itself stays, the rest was rolled back"
+    )

@@ -1,11 +1,12 @@
 """One run while it runs: its code, what may stop it, and what its caller waits for."""
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from cronlock.context import Run
 from cronlock.database import Seat
@@ -13,6 +14,8 @@ from cronlock.gate import Call
 from cronlock.lending import Lending
 from cronlock.outcome import Failure, Holder, Outcome
 from cronlock.tasks import Task
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +106,20 @@ class Execution:
             self.answer.set_result(outcome)
 
 
+def awaited(value: T) -> T:
+    """The value a task returned; raises TypeError for a coroutine, whose work nobody has done."""
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError(
+            "the task returned a coroutine that was not awaited; a decorator around an async task must be async too"
+        )
+    return value
+
+
 async def contain(task: Task, run: Run) -> Returned:
     """Run an `async def` task; whatever it raises comes back as a value, SystemExit too."""
     try:
-        return Returned(value=await task.call(run))
+        return Returned(value=awaited(await task.call(run)))
     except BaseException as error:
         return Returned(error=error)
 
@@ -125,7 +138,7 @@ def in_thread(task: Task, run: Run, start: Callable[[Callable[[], None]], None])
 
     def body() -> None:
         try:
-            result = Returned(value=task.call(run))
+            result = Returned(value=awaited(task.call(run)))
         except BaseException as error:
             result = Returned(error=error)
         try:

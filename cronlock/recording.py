@@ -124,7 +124,7 @@ class Recorder:
                 await self._again(group, unavailable(error))
         except Unavailable as error:
             await self._again(group, error)
-        except (TypeError, ValueError) as error:  # a row that JSON cannot hold
+        except Exception as error:  # a row that JSON cannot hold, or a fault of ours: nobody may wait for ever
             await self._one_by_one(group, error)
         else:
             self._backoff = BACKOFF[0]

@@ -21,6 +21,11 @@ class Report:
             # As log.log does, without walking the stack for the place in this file.
             log.handle(log.makeRecord(log.name, level, "", 0, "%s %s", (outcome.task, event), None, extra=facts))
 
+    def lost(self, task: str, run_id: int, lock_key: int) -> None:
+        """A run of some process was found lost by the one that has its lock now."""
+        outcome = Outcome(status="lost", task=task, run_id=run_id, duration_ms=0)
+        self.line(logging.ERROR, "lost", outcome, lock_key)
+
     def facts(self, outcome: Outcome, lock_key: int) -> dict[str, Any]:
         """What every line says, by the names of the HTTP answer."""
         return {

@@ -143,6 +143,10 @@ def declare(
         task_acquire = settings.acquire_timeout if acquire_timeout is None else parse_duration(acquire_timeout)
     except (ConfigError, ValueError) as error:
         raise RegistrationError(f"task {name!r}: {error}") from None
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise RegistrationError(
+            f"task {name!r}: {where(function)} is a generator, which nobody would run; remove `yield`"
+        )
     takes_payload, payload_type = payload_parameter(function, name)
     return Task(
         name=name,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from cronlock import Outcome, Run, StatementRefused, locks, stopping
+from cronlock import Outcome, RegistrationError, Run, StatementRefused, locks, stopping
 from tests import Db, Make, Steps, advisory_locks, holders, rows, run_once, task_of, until, value
 
 pytestmark = pytest.mark.anyio
@@ -275,6 +275,71 @@ async def test_a_statement_given_up_inside_a_savepoint_leaves_the_rest(make_cron
     outcome = await run_once(make_cron(), impatient)
     assert outcome.failure is None
     assert value(written, "SELECT count(*) FROM written") == 2
+
+
+@both
+async def test_a_statement_that_still_runs_when_the_task_returns_is_waited_for(
+    make_cron: Make, written: Db, is_async: bool
+) -> None:
+    late: list[Any] = []
+
+    async def awaiting(run: Run) -> None:
+        late.append(asyncio.create_task(run.driver.execute("INSERT INTO written SELECT 1 FROM pg_sleep(0.4)")))
+        await asyncio.sleep(0.1)
+
+    def plain(run: Run) -> None:
+        late.append(
+            threading.Thread(target=run.driver.execute, args=("INSERT INTO written SELECT 1 FROM pg_sleep(0.4)",))
+        )
+        late[0].start()
+        time.sleep(0.1)
+
+    cron = make_cron(pool_size=1)
+    cron.task("next")(with_a_statement)
+    cron.task("once")(awaiting if is_async else plain)
+    async with cron:
+        outcome = await cron.run("once")
+        assert outcome.status == "completed"
+        assert outcome.duration_ms >= 300
+        assert (await cron.run("next")).status == "completed"
+    assert value(written, "SELECT count(*) FROM written") == 1
+
+
+async def with_a_statement(run: Run) -> None:
+    await run.driver.execute("SELECT 1")
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["a wrapper that does not await", "an async task"])
+async def test_a_task_that_returns_a_coroutine_nobody_ran_is_failed(
+    make_cron: Make, written: Db, is_wrapped: bool
+) -> None:
+    """A decorator that is not async hides that its function is; the work would never be done."""
+
+    async def work(run: Run) -> None:
+        await run.driver.execute("INSERT INTO written VALUES (1)")
+
+    def wrapper(run: Run) -> Any:
+        return work(run)
+
+    async def forgetful(run: Run) -> Any:
+        return work(run)
+
+    outcome = await run_once(make_cron(), wrapper if is_wrapped else forgetful)
+    assert outcome.status == "failed"
+    assert outcome.failure is not None
+    assert "await" in outcome.failure.message
+
+
+async def test_a_generator_cannot_be_a_task(make_cron: Make) -> None:
+    def generator(run: Run) -> Any:
+        yield run
+
+    async def asynchronous(run: Run) -> Any:
+        yield run
+
+    for function in (generator, asynchronous):
+        with pytest.raises(RegistrationError, match="generator"):
+            make_cron().task("once")(function)
 
 
 async def test_a_caller_that_goes_away_does_not_stop_the_run(make_cron: Make, written: Db) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from cronlock import Run, StatementRefused, TransactionEnded, TransactionRefused
 from tests import Db, Make, Steps, advisory_locks, holders, rows, run_once, task_of, value
@@ -231,6 +232,33 @@ async def test_a_statement_after_a_raw_commit_is_refused(make_cron: Make, db: Db
     assert outcome.failure is not None
     assert "by SQL" in outcome.failure.message
     assert value(db, "SELECT count(*) FROM written") == 0
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Written(Base):
+    __tablename__ = "written"
+    a: Mapped[int] = mapped_column(primary_key=True)
+
+
+@both
+async def test_a_session_is_not_flushed_after_a_raw_commit(make_cron: Make, db: Db, is_async: bool) -> None:
+    """What is flushed then would be committed by itself, without the run."""
+    db.execute("CREATE TABLE written (a int PRIMARY KEY)")
+
+    def steps(run: Run) -> Steps:
+        run.session.add(Written(a=1))
+        yield run.session.flush()
+        yield run.driver.execute("COMMIT")
+        run.session.add(Written(a=2))
+
+    outcome = await run_once(make_cron(), task_of(steps, is_async))
+    assert outcome.status == "failed"
+    assert outcome.failure is not None
+    assert outcome.failure.type == "TransactionEnded"
+    assert db.execute("SELECT a FROM written").fetchall() == [(1,)]
 
 
 async def test_a_task_that_waits_after_a_raw_commit_is_stopped_within_a_second(make_cron: Make, db: Db) -> None:

@@ -145,15 +145,15 @@ SELECT t.name AS task,
        last.finished_at AS last_finished_at,
        good.id AS last_completed_id,
        good.finished_at AS last_completed_at,
-       coalesce(recent.calls, 0) AS calls,
-       recent.completed,
-       recent.failed,
-       recent.skipped,
-       recent.lost,
-       round(recent.completed::numeric / nullif(recent.calls - recent.skipped, 0), 4) AS success_rate,
-       round(recent.skipped::numeric / nullif(recent.calls, 0), 4) AS skip_rate,
-       recent.p50_duration,
-       recent.p95_duration
+       calls.calls,
+       runs.completed,
+       runs.failed,
+       calls.skipped,
+       runs.lost,
+       round(runs.completed::numeric / nullif(runs.runs, 0), 4) AS success_rate,
+       round(calls.skipped::numeric / nullif(calls.calls, 0), 4) AS skip_rate,
+       runs.p50_duration,
+       runs.p95_duration
   FROM {schema}.task t
   LEFT JOIN LATERAL (
         SELECT r.id, r.status, r.started_at, r.finished_at FROM {schema}.run r
@@ -161,22 +161,27 @@ SELECT t.name AS task,
   LEFT JOIN LATERAL (
         SELECT r.id, r.finished_at FROM {schema}.run r
          WHERE r.task = t.name AND r.status = 'completed' ORDER BY r.id DESC LIMIT 1) good ON true
-  LEFT JOIN LATERAL (
+  CROSS JOIN LATERAL (
         SELECT count(*) AS calls,
+               count(*) FILTER (WHERE w.status = 'skipped') AS skipped
+          FROM (SELECT r.status FROM {schema}.run r
+                 WHERE r.task = t.name AND r.status <> 'running'
+                 ORDER BY r.id DESC LIMIT 1000) w) calls
+  CROSS JOIN LATERAL (
+        SELECT count(*) AS runs,
                count(*) FILTER (WHERE w.status = 'completed') AS completed,
                count(*) FILTER (WHERE w.status IN ('failed', 'timed_out', 'cancelled')) AS failed,
-               count(*) FILTER (WHERE w.status = 'skipped') AS skipped,
                count(*) FILTER (WHERE w.status = 'lost') AS lost,
                percentile_disc(0.5) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
                    FILTER (WHERE w.status = 'completed') AS p50_duration,
                percentile_disc(0.95) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
                    FILTER (WHERE w.status = 'completed') AS p95_duration
           FROM (SELECT r.status, r.started_at, r.finished_at FROM {schema}.run r
-                 WHERE r.task = t.name AND r.status <> 'running'
-                 ORDER BY r.id DESC LIMIT 1000) w) recent ON true;
+                 WHERE r.task = t.name AND r.status NOT IN ('running', 'skipped')
+                 ORDER BY r.id DESC LIMIT 1000) w) runs;
 
 COMMENT ON VIEW {schema}.task_health IS
-'Each task''s last run and last success; rates and durations over its last 1,000 ended calls, lost runs left out.';
+'Each task''s last run and last success; skips of its last 1,000 calls; success and durations of its last 1,000 runs.';
 """
 
 

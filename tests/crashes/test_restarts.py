@@ -246,9 +246,8 @@ async def set_up(machine: Embedded, *settings: str) -> AsyncIterator[None]:
             admin.execute("SELECT pg_reload_conf()")
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "thread"])
 async def test_limits_of_the_server_shorter_than_a_task_do_not_stop_it(
-    machine: Embedded, make_cron: Make, look: Callable[[], Db], is_async: bool
+    machine: Embedded, make_cron: Make, look: Callable[[], Db]
 ) -> None:
     cron = make_cron()
     limits = ["idle_in_transaction_session_timeout = '1s'", "statement_timeout = '1s'", "lock_timeout = '100ms'"]
@@ -258,17 +257,18 @@ async def test_limits_of_the_server_shorter_than_a_task_do_not_stop_it(
 
     def idle(run: Run) -> Steps:
         yield run.driver.execute("INSERT INTO effect VALUES (%s)", (run.id,))
-        yield pause(2, is_async)
+        yield pause(2, is_async=run.task == "awaiting")
         yield run.driver.execute("SELECT pg_sleep(1.2)")
 
-    cron.task("idle")(task_of(idle, is_async))
+    cron.task("awaiting")(task_of(idle, True))
+    cron.task("blocking")(task_of(idle, False))
     async with set_up(machine, *limits):
         with psycopg.connect(machine.url) as trapped:
             await until(lambda: trapped.execute("SHOW statement_timeout").fetchone() == ("1s",), "it holds")
         async with serving(cron.app()) as client:
-            answer = await client.get("/cron/idle")
-    assert answer.json()["status"] == "completed"
-    assert writes(look) == [answer.json()["runId"]]
+            answers = await asyncio.gather(*(client.get(f"/cron/{name}") for name in ("awaiting", "blocking")))
+    assert [answer.json()["status"] for answer in answers] == ["completed", "completed"]
+    assert writes(look) == sorted(answer.json()["runId"] for answer in answers)
 
 
 def fill_lock_table(db: Db) -> None:
