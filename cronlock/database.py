@@ -52,6 +52,13 @@ NETWORK = {
     "application_name": "cronlock",
 }
 
+BETWEEN_RUNS = "cronlock:idle"
+"""The session's own name on connections for runs, whatever name the URL gives.
+
+A transaction is named after its task, but its session's name comes back a moment before or after the lock is
+free. Were it not one of ours as well, whoever looks in that moment would see a foreign holder.
+"""
+
 creating: ContextVar[TaskConnection] = ContextVar("cronlock_creating")
 """The driver connection that SQLAlchemy's pool is to wrap next."""
 
@@ -243,6 +250,7 @@ class Database:
         self.has_threads = has_threads
         self.server: Server | None = None
         conninfo = network(settings.database_url)
+        lending = make_conninfo(conninfo, application_name=BETWEEN_RUNS)
         is_pooled = settings.pooler == "transaction"
         # The end of a run must not wait for a slot of the pooler, all of which may be kept by open runs.
         past_pooler = network(settings.direct_url) if is_pooled and settings.direct_url else conninfo
@@ -258,7 +266,7 @@ class Database:
             "reconnect_timeout": RECONNECT_TIMEOUT,
         }
         self.runs = AsyncConnectionPool(
-            conninfo,
+            lending,
             connection_class=AsyncTaskConnection,
             min_size=1,
             max_size=settings.pool_size,
@@ -266,7 +274,7 @@ class Database:
             **common,
         )
         self.threads = ConnectionPool(
-            conninfo,
+            lending,
             connection_class=ThreadTaskConnection,
             min_size=0,
             max_size=settings.pool_size,

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -22,6 +23,7 @@ from cronlock import binaries
 from cronlock.binaries import Account, is_reachable, is_usable, reachable_binaries, server_account
 from cronlock.embedded import Embedded, default_directory, find_binaries
 from cronlock.errors import EmbeddedError
+from cronlock.postmaster import read_status
 
 QUICK = {"fsync": "off", "max_connections": "10", "shared_buffers": "8MB"}
 IS_ROOT = os.geteuid() == 0
@@ -482,13 +484,14 @@ def test_interrupt_during_start_leaves_no_process(made: Path, monkeypatch: pytes
     server = Embedded(made, settings=QUICK)
     began: list[int] = []
 
-    def interrupt(_seconds: float) -> None:
-        assert server._process is not None
-        began.append(server._process.pid)
-        monkeypatch.undo()
-        signal.raise_signal(signal.SIGINT)
+    def interrupt(*arguments: Any) -> Any:
+        if server._process is not None:
+            began.append(server._process.pid)
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+        return read_status(*arguments)
 
-    monkeypatch.setattr("cronlock.embedded.time.sleep", interrupt)
+    monkeypatch.setattr("cronlock.embedded.read_status", interrupt)
     with pytest.raises(KeyboardInterrupt):
         server.start()
     assert began

@@ -536,6 +536,40 @@ def with_insert(run: Run) -> Steps:
 
 
 @both
+@pytest.mark.parametrize("what", ["copy in", "copy out", "pipeline", "rows of a stream"])
+async def test_what_a_task_leaves_unfinished_on_the_driver_ends_the_run_and_nothing_else(
+    make_cron: Make, written: Db, what: str, is_async: bool
+) -> None:
+    def steps(run: Run) -> Steps:
+        yield run.driver.execute("INSERT INTO written VALUES (1)")
+        if what == "pipeline":
+            yield (run.driver.pipeline().__aenter__ if is_async else run.driver.pipeline().__enter__)()
+            yield run.driver.execute("INSERT INTO written VALUES (2)")
+        elif what == "rows of a stream":
+            rows = run.driver.cursor().stream("SELECT generate_series(1, 1000)")
+            kept.append(rows)
+            yield (rows.__anext__ if is_async else rows.__next__)()
+        else:
+            command = "COPY written FROM STDIN" if what == "copy in" else "COPY pg_class TO STDOUT"
+            copy = run.driver.cursor().copy(command)
+            kept.append(copy)
+            yield (copy.__aenter__ if is_async else copy.__enter__)()
+        return "done"
+
+    kept: list[Any] = []
+    cron = make_cron(pool_size=1)
+    cron.task("leaving")(task_of(steps, is_async))
+    cron.task("next")(task_of(with_nothing, is_async))
+    async with cron:
+        outcome = await asyncio.wait_for(cron.run("leaving"), 20)
+        assert (await cron.run("next")).status == "completed"
+        assert advisory_locks(written) == 0
+    assert outcome.status == "failed"
+    assert rows(written, "leaving") == [("failed", None)]
+    assert numbers(written) == [0]
+
+
+@both
 async def test_what_a_task_sets_on_the_driver_object_is_not_left_for_the_next_run(
     make_cron: Make, db: Db, is_async: bool
 ) -> None:

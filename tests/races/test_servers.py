@@ -110,7 +110,7 @@ import os
 from cronlock.gate import new_nonce
 new_nonce()
 child = os.fork()
-print(new_nonce(), flush=True)
+os.write(1, f'{new_nonce()}\\n'.encode())
 if child:
     os.waitpid(child, 0)
 """
