@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import PipelineStatus, TransactionStatus
 
 from cronlock import locks, runs
 from cronlock.background import Background
@@ -22,7 +22,7 @@ from cronlock.database import Database, Reply, Seat, ask, discard, within
 from cronlock.errors import Cancel, LockLost, Retry, TransactionEnded, Unavailable
 from cronlock.execution import Execution, Returned
 from cronlock.jsontext import dump_result
-from cronlock.lending import is_gone, lost
+from cronlock.lending import cut, is_gone, lost
 from cronlock.outcome import Failure, Outcome, failure, sqlstate
 from cronlock.recording import Recorder
 
@@ -71,6 +71,8 @@ class Closer:
             return await self.fail(execution, "failed", failure(error, self._scrub), retry_after=seconds)
         if (error := error or execution.lending.fault) is not None:
             return await self.fail(execution, "failed", failure(error, self._scrub))
+        if is_busy(execution.seat):
+            return await self.fail(execution, "failed", failure(left_open(), self._scrub))
         if execution.seat.connection.info.transaction_status is TransactionStatus.IDLE:
             # Whatever the session flushed now would be committed by itself.
             return await self.fail(execution, "failed", failure(ended(), self._scrub))
@@ -178,6 +180,8 @@ class Closer:
         # With the connection the lock has gone, and there is nothing that the record must come before.
         await asyncio.wait((written,), timeout=SLOT_WAIT if is_gone(seat.connection) else self._record_wait)
         execution.lending.is_over = True
+        if is_busy(seat):  # no message of ours would get through; the server rolls back when it sees the end
+            cut(seat.connection)
         try:
             if run is not None:
                 await close(run)
@@ -213,6 +217,21 @@ class Closer:
         future = self._recorder.put(runs.END, row)
         future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         return future
+
+
+def is_busy(seat: Seat) -> bool:
+    """Whether the code left a COPY, a stream or a pipeline open on its connection."""
+    connection = seat.connection
+    is_piped = connection.pgconn.pipeline_status != PipelineStatus.OFF
+    return is_piped or connection.info.transaction_status is TransactionStatus.ACTIVE
+
+
+def left_open() -> TransactionEnded:
+    """The error of a run whose task returned in the middle of something on its connection."""
+    return TransactionEnded(
+        "the task returned with a COPY, a stream or a pipeline left open on run.driver, so that nothing could be"
+        " committed; leave them with their context managers"
+    )
 
 
 def ended() -> TransactionEnded:

@@ -38,6 +38,8 @@ from cronlock.lending import (
 T = TypeVar("T")
 Row = tuple[Any, ...]
 CANCEL_TIMEOUT = 2.0
+BUSY_WAIT = 2.0
+"""Seconds to wait for what a task's code still does on its connection; psycopg's streams keep it until they end."""
 RECONNECT_TIMEOUT = 4.0
 """Seconds after which a pool begins anew to connect: its pauses double, and a server may have come back in one."""
 
@@ -113,6 +115,12 @@ class AsyncSeat:
 
         `rows_at` is the statement whose rows are wanted, as an index into the message; None for none.
         """
+        if (lock := self.connection.lock).locked():
+            try:
+                await asyncio.wait_for(lock.acquire(), 0 if is_gone(self.connection) else BUSY_WAIT)
+            except TimeoutError:
+                raise busy() from None
+            lock.release()
         cursor = self.connection.cursor_of_ours()
         await cursor.execute(message)
         await cursor.set_result(-1)
@@ -169,6 +177,9 @@ class ThreadSeat:
         return await self.database.in_thread(self._send, message, rows_at)
 
     def _send(self, message: bytes, rows_at: int | None) -> Reply:
+        if not self.connection.lock.acquire(timeout=0 if is_gone(self.connection) else BUSY_WAIT):
+            raise busy()
+        self.connection.lock.release()
         cursor = self.connection.cursor_of_ours()
         cursor.execute(message)
         cursor.set_result(-1)
@@ -217,6 +228,14 @@ class ThreadSeat:
 
 
 Seat = AsyncSeat | ThreadSeat
+
+
+class Busy(psycopg.OperationalError):
+    """The task still uses the connection: a statement, or a stream of rows that it has not finished."""
+
+
+def busy() -> Busy:
+    return Busy("the task left a statement or a stream of rows unfinished on its connection")
 
 
 async def begun(connection: AsyncSqlConnection) -> AsyncSqlConnection:

@@ -73,6 +73,8 @@ def failure(error: BaseException, scrub: Callable[[str], str]) -> Failure:
         trace: str | None = "".join(traceback.format_exception(error))
     except BaseException:
         trace = None
+    # What its frames hold is let go: an unfinished stream of rows would keep the run's connection to itself.
+    traceback.clear_frames(error.__traceback__)
     return Failure(
         type=clip(type(error).__name__, 200),
         message=clip(scrub(message), MESSAGE_LIMIT),

@@ -15,7 +15,7 @@ from psycopg.pq import TransactionStatus
 
 from cronlock import locks, runs
 from cronlock.background import Background
-from cronlock.database import Database, ask, within
+from cronlock.database import Busy, Database, ask, within
 from cronlock.errors import TransactionEnded, Unavailable
 from cronlock.execution import Execution, Returned, Stop
 from cronlock.lending import is_gone, lost
@@ -101,6 +101,8 @@ class Stopper:
                 try:
                     await within(RECORD_WAIT, seat.connection, seat.send(message))
                     message = locks.PING
+                except Busy:
+                    pass
                 except psycopg.Error:
                     break
             await asyncio.wait((code,), timeout=PING)

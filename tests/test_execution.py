@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import text
 
@@ -278,31 +279,51 @@ async def test_a_statement_given_up_inside_a_savepoint_leaves_the_rest(make_cron
 
 
 @both
-async def test_a_statement_that_still_runs_when_the_task_returns_is_waited_for(
+async def test_a_statement_that_still_runs_when_the_task_returns_fails_the_run(
     make_cron: Make, written: Db, is_async: bool
 ) -> None:
+    """Nobody waits for it, so nobody can say that the work was done."""
     late: list[Any] = []
+    statement = "INSERT INTO written SELECT 1 FROM pg_sleep(20)"
+
+    async def late_statement(run: Run) -> None:
+        with pytest.raises(psycopg.OperationalError):
+            await run.driver.execute(statement)
+
+    def late_thread(run: Run) -> None:
+        with pytest.raises(psycopg.OperationalError):
+            run.driver.execute(statement)
 
     async def awaiting(run: Run) -> None:
-        late.append(asyncio.create_task(run.driver.execute("INSERT INTO written SELECT 1 FROM pg_sleep(0.4)")))
-        await asyncio.sleep(0.1)
+        late.append(asyncio.create_task(late_statement(run)))
+        await until(lambda: sleeping(written), "it runs")
 
     def plain(run: Run) -> None:
-        late.append(
-            threading.Thread(target=run.driver.execute, args=("INSERT INTO written SELECT 1 FROM pg_sleep(0.4)",))
-        )
+        late.append(threading.Thread(target=late_thread, args=(run,)))
         late[0].start()
-        time.sleep(0.1)
+        asyncio.run(until(lambda: sleeping(written), "it runs"))
 
     cron = make_cron(pool_size=1)
     cron.task("next")(with_a_statement)
     cron.task("once")(awaiting if is_async else plain)
     async with cron:
-        outcome = await cron.run("once")
-        assert outcome.status == "completed"
-        assert outcome.duration_ms >= 300
+        outcome, seconds = await timed(cron.run("once"))
+        assert outcome.status == "failed"
+        assert outcome.failure is not None
+        assert "left open" in outcome.failure.message
+        assert seconds < 5
         assert (await cron.run("next")).status == "completed"
-    assert value(written, "SELECT count(*) FROM written") == 1
+        if is_async:
+            await asyncio.wait_for(late[0], 5)
+        else:
+            await asyncio.to_thread(late[0].join, 5)
+        await until(lambda: not holders(written, "once"), "the lock is free")
+    assert value(written, "SELECT count(*) FROM written") == 0
+
+
+def sleeping(db: Db) -> bool:
+    query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'PgSleep'"
+    return bool(value(db, query))
 
 
 async def with_a_statement(run: Run) -> None:

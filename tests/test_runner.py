@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -14,9 +15,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from cronlock import Cancel, Cronlock, Outcome, Retry, Run
+from cronlock import Cancel, Cronlock, Outcome, Retry, Run, database, stopping
 from cronlock.lending import CONTEXT, OWN
-from tests import Db, Make, Steps, advisory_locks, end_holders, holders, rows, run_once, task_of, value
+from tests import Db, Make, Steps, advisory_locks, end_holders, holders, rows, run_once, task_of, until, value
 
 pytestmark = pytest.mark.anyio
 both = pytest.mark.parametrize("is_async", [True, False], ids=["async", "thread"])
@@ -543,7 +544,9 @@ async def test_what_a_task_leaves_unfinished_on_the_driver_ends_the_run_and_noth
     def steps(run: Run) -> Steps:
         yield run.driver.execute("INSERT INTO written VALUES (1)")
         if what == "pipeline":
-            yield (run.driver.pipeline().__aenter__ if is_async else run.driver.pipeline().__enter__)()
+            pipeline = run.driver.pipeline()
+            kept.append(pipeline)
+            yield (pipeline.__aenter__ if is_async else pipeline.__enter__)()
             yield run.driver.execute("INSERT INTO written VALUES (2)")
         elif what == "rows of a stream":
             rows = run.driver.cursor().stream("SELECT generate_series(1, 1000)")
@@ -562,11 +565,73 @@ async def test_what_a_task_leaves_unfinished_on_the_driver_ends_the_run_and_noth
     cron.task("next")(task_of(with_nothing, is_async))
     async with cron:
         outcome = await asyncio.wait_for(cron.run("leaving"), 20)
-        assert (await cron.run("next")).status == "completed"
+        assert (await cron.run("next")).failure is None
         assert advisory_locks(written) == 0
     assert outcome.status == "failed"
+    assert outcome.failure is not None
+    assert "left open" in outcome.failure.message
     assert rows(written, "leaving") == [("failed", None)]
     assert numbers(written) == [0]
+
+
+@both
+async def test_an_error_in_the_middle_of_a_stream_fails_the_run_with_that_error_and_at_once(
+    make_cron: Make, written: Db, is_async: bool
+) -> None:
+    """The error's traceback keeps the frame, and the frame the stream, which keeps the connection to itself."""
+
+    async def awaiting(run: Run) -> None:
+        stream = run.driver.cursor().stream("SELECT generate_series(1, 100000)")
+        async for (number,) in stream:
+            raise ValueError(f"at {number}")
+
+    def plain(run: Run) -> None:
+        stream = run.driver.cursor().stream("SELECT generate_series(1, 100000)")
+        for (number,) in stream:
+            raise ValueError(f"at {number}")
+
+    started = time.monotonic()
+    outcome = await run_once(make_cron(), awaiting if is_async else plain)
+    assert time.monotonic() - started < 1.9
+    assert outcome.status == "failed"
+    assert outcome.failure is not None
+    assert outcome.failure.message == "at 1"
+    assert advisory_locks(written) == 0
+
+
+@both
+async def test_a_stopped_task_that_is_in_a_stream_keeps_its_lock(
+    make_cron: Make, written: Db, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """The pings that put the server's limits off cannot pass the stream, and must not harm it."""
+    monkeypatch.setattr(stopping, "PING", 0.1)
+    monkeypatch.setattr(database, "BUSY_WAIT", 0.1)
+    monkeypatch.setattr(stopping, "RECORD_WAIT", 0.3)
+    go = threading.Event()
+
+    async def awaiting(run: Run) -> None:
+        async for _ in run.driver.cursor().stream("SELECT generate_series(1, 3)"):
+            while not go.is_set():
+                try:
+                    await asyncio.sleep(0.02)
+                except asyncio.CancelledError:
+                    pass
+
+    def plain(run: Run) -> None:
+        for _ in run.driver.cursor().stream("SELECT generate_series(1, 3)"):
+            go.wait(20)
+
+    cron = make_cron()
+    cron.task("once", timeout="200ms")(awaiting if is_async else plain)
+    async with cron:
+        assert (await cron.run("once")).status == "timed_out"
+        (pid,) = holders(written, "once")
+        enough = time.monotonic() + 1.5
+        await until(lambda: time.monotonic() > enough, "several pings")
+        assert holders(written, "once") == [pid]
+        go.set()
+        await until(lambda: not holders(written, "once"), "the lock is freed")
+    assert rows(written, "once") == [("timed_out", None)]
 
 
 @both
