@@ -20,6 +20,7 @@ The layers, each of which imports only from those below it:
     runs
     locks
     database | migrate | models
+    seats
     lending | outcome
     tasks
     config | embedded | schedule

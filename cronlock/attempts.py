@@ -18,7 +18,7 @@ import psycopg
 from cronlock import locks, runs
 from cronlock.background import Background
 from cronlock.closing import Closer
-from cronlock.database import Database, Seat, discard, unavailable, within
+from cronlock.database import Database, unavailable, within
 from cronlock.errors import Unavailable
 from cronlock.execution import Execution
 from cronlock.gate import Call, Gate
@@ -26,6 +26,7 @@ from cronlock.lending import is_gone
 from cronlock.outcome import Failure, Holder, Outcome
 from cronlock.recording import Recorder
 from cronlock.reporting import Report
+from cronlock.seats import Seat, discard
 from cronlock.tasks import Task
 
 ASKS = 40

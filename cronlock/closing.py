@@ -18,13 +18,14 @@ from psycopg.pq import PipelineStatus, TransactionStatus
 from cronlock import locks, runs
 from cronlock.background import Background
 from cronlock.context import Run, close, settle
-from cronlock.database import Database, Reply, Seat, ask, discard, within
+from cronlock.database import Database, ask, within
 from cronlock.errors import Cancel, LockLost, Retry, TransactionEnded, Unavailable
 from cronlock.execution import Execution, Returned
 from cronlock.jsontext import dump_result
 from cronlock.lending import cut, is_gone, lost
 from cronlock.outcome import Failure, Outcome, failure, sqlstate
 from cronlock.recording import Recorder
+from cronlock.seats import Reply, Seat, discard
 
 OUTCOME_WAIT = 10.0
 CLOSE_WAIT = 35.0

@@ -7,9 +7,9 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from cronlock.database import Seat
 from cronlock.errors import LockLost
 from cronlock.lending import is_gone
+from cronlock.seats import Seat
 
 
 class Run:

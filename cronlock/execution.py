@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cronlock.context import Run
-from cronlock.database import Seat
 from cronlock.gate import Call
 from cronlock.lending import Lending
 from cronlock.outcome import Failure, Holder, Outcome
+from cronlock.seats import Seat
 from cronlock.tasks import Task
 
 T = TypeVar("T")

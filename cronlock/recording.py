@@ -19,9 +19,10 @@ from weakref import WeakSet
 import psycopg
 
 from cronlock import runs
-from cronlock.database import Database, Row, ask, unavailable, within
+from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import Unavailable
 from cronlock.outcome import sqlstate
+from cronlock.seats import Row
 
 log = logging.getLogger("cronlock.recording")
 

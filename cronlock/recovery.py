@@ -11,10 +11,11 @@ import random
 import psycopg
 
 from cronlock import runs
-from cronlock.database import Database, Row, ask, unavailable, within
+from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.readiness import Readiness
 from cronlock.runner import Runner
+from cronlock.seats import Row
 
 PRUNE_EVERY = 4
 PRUNE_BATCH = 1000

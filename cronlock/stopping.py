@@ -15,12 +15,13 @@ from psycopg.pq import TransactionStatus
 
 from cronlock import locks, runs
 from cronlock.background import Background
-from cronlock.database import Busy, Database, ask, within
+from cronlock.database import Database, ask, within
 from cronlock.errors import TransactionEnded, Unavailable
 from cronlock.execution import Execution, Returned, Stop
 from cronlock.lending import is_gone, lost
 from cronlock.recording import Recorder
 from cronlock.reporting import Report
+from cronlock.seats import Busy
 
 WATCH = 0.4
 STATEMENT_GRACE = 0.4
