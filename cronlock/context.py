@@ -79,7 +79,12 @@ class Run:
 
     def progress(self, done: int, total: int | None = None) -> None:
         """Say how far the run is; shown on its row while it runs. Never waits and never fails the run."""
-        self._report(int(done), None if total is None else int(total))
+        try:
+            said = int(done), None if total is None else int(total)
+        except (TypeError, ValueError, OverflowError):
+            self.log.warning("progress is given as whole numbers; %s of them was left out", type(done).__name__)
+        else:
+            self._report(*said)
 
     def check(self) -> None:
         """Raise `LockLost` if the connection that holds the lock is gone."""

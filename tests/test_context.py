@@ -265,3 +265,16 @@ async def test_an_error_of_any_text_is_recorded_clean_cut_and_without_secrets(
         assert SECRET not in text
     if SECRET not in message:
         assert told == clip(message, 500)
+
+
+async def test_progress_that_is_no_number_is_left_out_and_fails_nothing(make_cron: Make) -> None:
+    cron = make_cron()
+
+    @cron.task("talkative")
+    async def talkative(run: Run) -> str:
+        for done, total in (("half", None), (None, 3), (float("nan"), None), (1, "many")):
+            run.progress(done, total)  # type: ignore[arg-type]  # what untyped code may say
+        return "done"
+
+    async with cron:
+        assert (await cron.run("talkative")).status == "completed"
