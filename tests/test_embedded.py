@@ -492,7 +492,12 @@ def test_interrupt_during_start_leaves_no_process(made: Path, monkeypatch: pytes
         return read_status(*arguments)
 
     monkeypatch.setattr("cronlock.embedded.read_status", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        server.start()
+    # A shell that starts us in the background has SIGINT ignored, and Python then leaves it so.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert began
     assert not is_alive(began[0])
