@@ -15,7 +15,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from cronlock import Cancel, Cronlock, Outcome, Retry, Run, database, stopping
+from cronlock import Cancel, Cronlock, Outcome, Retry, Run, seats, stopping
 from cronlock.lending import CONTEXT, OWN
 from tests import Db, Make, Steps, advisory_locks, end_holders, holders, rows, run_once, task_of, until, value
 
@@ -605,7 +605,7 @@ async def test_a_stopped_task_that_is_in_a_stream_keeps_its_lock(
 ) -> None:
     """The pings that put the server's limits off cannot pass the stream, and must not harm it."""
     monkeypatch.setattr(stopping, "PING", 0.1)
-    monkeypatch.setattr(database, "BUSY_WAIT", 0.1)
+    monkeypatch.setattr(seats, "BUSY_WAIT", 0.1)
     monkeypatch.setattr(stopping, "RECORD_WAIT", 0.3)
     go = threading.Event()
 

@@ -1,6 +1,7 @@
 """Processes that are killed, frozen, stopped, or left by their callers in the middle of a run."""
 
 import asyncio
+import logging
 import signal
 import socket
 import struct
@@ -97,8 +98,12 @@ async def test_the_run_of_a_killed_process_is_closed_by_the_timer_of_any_other(
         assert statuses(db) == ["running"]  # a timer that only looks does no harm
         server.kill()
         await until(lambda: statuses(db) == ["lost"], "the timer has closed it", FREES_WITHIN + 1.5)
-    told = [record for record in caplog.records if getattr(record, "event", "") == "run.lost"]
-    assert len(told) == 1
+        await until(lambda: told(caplog), "and said so", 2)
+    assert len(told(caplog)) == 1
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if getattr(record, "event", "") == "run.lost"]
 
 
 async def test_kills_in_a_row_stop_nobody_and_count_as_no_duration(
