@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
@@ -25,7 +26,7 @@ TRY_LOCK = text("select pg_try_advisory_xact_lock(hashtext(:name)::bigint)")
 RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
 
 
-class Peer:
+class Peer(ABC):
     """A route that authenticates, decides in its own way, and answers as cronlock does."""
 
     def __init__(self, bearer: Bearer, numbers: Iterator[int], holder_pid: int) -> None:
@@ -54,9 +55,9 @@ class Peer:
             )
         await answers.of(outcome, 200).send(send)
 
+    @abstractmethod
     async def is_run(self, task: str) -> bool:
         """Run the task under its lock if it is free."""
-        raise NotImplementedError
 
 
 class Nothing(Peer):

@@ -91,6 +91,7 @@ def _package(name: str) -> list[Path]:
 def major_version(binaries: Path) -> int:
     """The major version of the server in `binaries`. Raises `EmbeddedError` if it does not run here."""
     try:
+        # The path is our own find, not a caller's text.
         done = subprocess.run([binaries / "postgres", "--version"], capture_output=True, text=True, cwd="/")  # noqa: S603
     except OSError as error:
         raise EmbeddedError(f"{binaries}/postgres does not run on this machine: {error}") from None

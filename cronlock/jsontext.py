@@ -11,6 +11,7 @@ nesting as the server's stack allows; the limits here are far below the server's
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -121,8 +122,7 @@ def _depth(text: str) -> int:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise PayloadError(f"the JSON has the name {_shown(twice)} twice in one object")
     return found
 

@@ -93,11 +93,11 @@ class Refusing:
 
     def add_notice_handler(self, callback: Callable[[Diagnostic], None]) -> None:
         super().add_notice_handler(callback)  # type: ignore[misc]  # psycopg's, beside us
-        self.handlers += (partial(self.remove_notice_handler, callback),)  # type: ignore[attr-defined]
+        self.handlers += (partial(self.remove_notice_handler, callback),)  # type: ignore[attr-defined]  # as above
 
     def add_notify_handler(self, callback: Callable[[psycopg.Notify], None]) -> None:
-        super().add_notify_handler(callback)  # type: ignore[misc]
-        self.handlers += (partial(self.remove_notify_handler, callback),)  # type: ignore[attr-defined]
+        super().add_notify_handler(callback)  # type: ignore[misc]  # psycopg's, beside us
+        self.handlers += (partial(self.remove_notify_handler, callback),)  # type: ignore[attr-defined]  # as above
 
     def renew(self, prepare_threshold: int | None) -> None:
         """Forget what a task set on the object, as the closing message makes the server forget."""

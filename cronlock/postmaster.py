@@ -61,7 +61,7 @@ def launch(account: Account, command: list[str], output: BinaryIO) -> subprocess
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (account.uid, account.gid, os.getpid() if is_main else 0)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
-    return subprocess.Popen(  # noqa: S603
+    return subprocess.Popen(  # noqa: S603 - a list of our own, no shell
         [sys.executable, "-I", "-S", "-c", _LAUNCH, *map(str, numbers), *command],
         stdin=subprocess.DEVNULL,
         stdout=output,
@@ -82,7 +82,7 @@ def works_in(pid: int, data: Path) -> bool:
         except OSError:
             return False
     command = ["/bin/ps", "-o", "stat=,command=", "-p", str(pid)]
-    shown = subprocess.run(command, capture_output=True, text=True).stdout.strip()  # noqa: S603
+    shown = subprocess.run(command, capture_output=True, text=True).stdout.strip()  # noqa: S603 - a list of our own
     return str(data) in shown and not shown.startswith("Z")
 
 
