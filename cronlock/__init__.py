@@ -27,7 +27,7 @@ The layers, each of which imports only from those below it:
     cluster
     postmaster
     binaries
-    conninfo | scrub
+    conninfo | scrub | wire
     jsontext
     errors
 """

@@ -28,7 +28,8 @@ from cronlock.lending import (
     cut,
     is_gone,
 )
-from cronlock.seats import AsyncSeat, Row, Seat, ThreadSeat, creating, discard, given
+from cronlock.seats import AsyncSeat, Seat, ThreadSeat, creating, discard, given
+from cronlock.wire import Row
 
 T = TypeVar("T")
 RECONNECT_TIMEOUT = 4.0

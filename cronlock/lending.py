@@ -131,14 +131,6 @@ class Refusing:
 class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
     """psycopg's `AsyncConnection`, lent to `async def` tasks."""
 
-    ours: psycopg.AsyncClientCursor[Any] | None = None
-
-    def cursor_of_ours(self) -> psycopg.AsyncClientCursor[Any]:
-        """The cursor of cronlock's own messages, which is kept: making one costs as much as a short message."""
-        if self.ours is None:
-            self.ours = psycopg.AsyncClientCursor(self, row_factory=tuple_row)
-        return self.ours
-
     def renew(self, prepare_threshold: int | None) -> None:
         super().renew(prepare_threshold)
         self.row_factory = tuple_row
@@ -185,7 +177,7 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
     ours: psycopg.ClientCursor[Any] | None = None
 
     def cursor_of_ours(self) -> psycopg.ClientCursor[Any]:
-        """As `AsyncTaskConnection.cursor_of_ours`."""
+        """The cursor of cronlock's own messages, which is kept: making one costs as much as a short message."""
         if self.ours is None:
             self.ours = psycopg.ClientCursor(self, row_factory=tuple_row)
         return self.ours

@@ -18,11 +18,11 @@ from weakref import WeakSet
 
 import psycopg
 
-from cronlock import runs
+from cronlock import runs, wire
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import Unavailable
 from cronlock.outcome import sqlstate
-from cronlock.seats import Row
+from cronlock.wire import Row
 
 log = logging.getLogger("cronlock.recording")
 
@@ -143,13 +143,14 @@ class Recorder:
             try:
                 write = await self._writer(connection)
                 message = HEAD + b";".join([write(kind, rows) for kind, rows in lists]) + b";COMMIT"
-                replies = await within(self._seconds, connection, ask(connection, message))
+                results = await within(self._seconds, connection, wire.send(connection, message))
             except psycopg.Error:
                 if not connection.closed and not connection.broken:
                     await within(self._seconds, connection, ask(connection, b"ROLLBACK"))
                 raise
-        for kind, rows in zip(kinds, replies[1:], strict=True):
-            answers = {row[0]: row for row in rows}
+        # Between HEAD's BEGIN and SELECT, and the COMMIT.
+        for kind, result in zip(kinds, results[2:-1], strict=True):
+            answers = {row[0]: row for row in wire.rows(result)}
             for entry in by_kind[kind]:
                 self._answer(entry, answers.get(entry.row["nonce"]))
 

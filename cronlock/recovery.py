@@ -15,7 +15,7 @@ from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.readiness import Readiness
 from cronlock.runner import Runner
-from cronlock.seats import Row
+from cronlock.wire import Row
 
 PRUNE_EVERY = 4
 PRUNE_BATCH = 1000

@@ -15,13 +15,14 @@ import psycopg
 from sqlalchemy import Connection as SqlConnection
 from sqlalchemy.ext.asyncio import AsyncConnection as AsyncSqlConnection
 
+from cronlock import wire
 from cronlock.lending import OVER, AsyncTaskConnection, TaskConnection, ThreadTaskConnection, cut, is_gone
+from cronlock.wire import Row
 
 if TYPE_CHECKING:
     from cronlock.database import Database
 
 T = TypeVar("T")
-Row = tuple[Any, ...]
 CANCEL_TIMEOUT = 2.0
 BUSY_WAIT = 2.0
 """Seconds to wait for what a task's code still does on its connection; psycopg's streams keep it until they end."""
@@ -57,14 +58,10 @@ class AsyncSeat:
             except TimeoutError:
                 raise busy() from None
             lock.release()
-        cursor = self.connection.cursor_of_ours()
-        await cursor.execute(message)
-        await cursor.set_result(-1)
-        tag = cursor.statusmessage or ""
-        if rows_at is None:
-            return Reply([], tag)
-        await cursor.set_result(rows_at)
-        return Reply(await cursor.fetchall(), tag)
+        async with lock:
+            results = await wire.send(self.connection, message)
+        tag = (results[-1].command_status or b"").decode()
+        return Reply([] if rows_at is None else wire.rows(results[rows_at]), tag)
 
     def face(self) -> AsyncSqlConnection:
         """SQLAlchemy over this connection, in the transaction that is open on it."""
