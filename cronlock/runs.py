@@ -46,13 +46,11 @@ made AS (
            b.trigger, b.caller, {{instance}}, {{host}}, {{pid}}, {{release}}, b.backend_pid, b.lock_name, b.lock_key,
            (b.lock_key >> 32) & 4294967295, b.lock_key & 4294967295
       FROM begun b LEFT JOIN {{task}} t ON t.name = b.task
-        ON CONFLICT (nonce) DO NOTHING
- RETURNING nonce, id, status, started_at),
-known AS (
-    SELECT r.nonce, r.id, r.status, r.started_at FROM {{run}} r JOIN begun b USING (nonce))
+        ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
+ RETURNING nonce, id, status, started_at)
 SELECT nonce::text, id, status, btrim(to_json(started_at)::text, '"'),
        (SELECT json_agg(json_build_array(f.id, f.task)) FROM freed f)::text
-  FROM (SELECT * FROM made UNION SELECT * FROM known) told
+  FROM made
 """
 
 SKIP = """
