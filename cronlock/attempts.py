@@ -205,8 +205,8 @@ class Attempts:
         if row is None:
             self.paused.discard(call.task.name)
             return None
-        _, skip_id, is_paused, run_id, started_at, instance, elapsed_ms, pid, application = row
-        if is_paused:
+        _, skip_id, reason, run_id, started_at, instance, elapsed_ms, pid, application = row
+        if reason == "paused":
             self.paused.add(call.task.name)
             return self._skipped(call, lock_key, skip_id, None)
         if run_id is None:

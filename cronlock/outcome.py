@@ -21,7 +21,7 @@ class Failure:
     sqlstate: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Holder:
     """Who held the lock: one of our runs, or a backend that is not ours."""
 
@@ -44,7 +44,7 @@ class Holder:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """One call's end.
 

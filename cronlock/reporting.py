@@ -1,6 +1,7 @@
 """One structured log line for every run that starts, ends or is skipped."""
 
 import logging
+from json import dumps
 from typing import Any
 
 from cronlock.outcome import Outcome
@@ -20,6 +21,17 @@ class Line(logging.LogRecord):
         super().__init__(log.name, level, "", 0, "%s %s", (facts["task"], event), None)
         self.facts = facts
         self.__dict__.update(facts)
+
+    def json(self) -> str:
+        """The facts as the inside of a JSON object; all but the error are safe there as they are."""
+        facts = self.facts
+        reason = f'"{facts["reason"]}"' if facts["reason"] else "null"
+        error = dumps(facts["error"], ensure_ascii=False) if facts["error"] else "null"
+        return (
+            f'"event":"{facts["event"]}","task":"{facts["task"]}","runId":{facts["runId"]},'
+            f'"status":"{facts["status"]}","reason":{reason},"durationMs":{facts["durationMs"]},'
+            f'"lockKey":{facts["lockKey"]},"instance":"{facts["instance"]}","error":{error}'
+        )
 
 
 class Report:

@@ -91,25 +91,22 @@ held AS MATERIALIZED (
       LEFT JOIN LATERAL pg_stat_get_activity(l.pid) g ON l.pid IS NOT NULL
      WHERE r.id IS NOT NULL OR coalesce(g.application_name, '') NOT LIKE 'cronlock:%'
      ORDER BY k.lock_key, r.id DESC NULLS LAST),
-told AS MATERIALIZED (
-    SELECT a.*, t.paused_at IS NOT NULL AS is_paused, h.pid, h.run_id, h.started_at, h.instance, h.application_name
-      FROM asked a LEFT JOIN {task} t ON t.name = a.task LEFT JOIN held h ON h.lock_key = a.lock_key
-     WHERE t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL),
 made AS (
     INSERT INTO {run} (nonce, task, status, reason, started_at, finished_at, trigger, caller, instance, host, pid,
         release, lock_name, lock_key, lock_classid, lock_objid, blocked_by, holder_pid, holder_application)
-    SELECT w.nonce, w.task, 'skipped', CASE WHEN w.is_paused THEN 'paused' ELSE 'already_running' END,
-           statement_timestamp(), statement_timestamp(), w.trigger, w.caller, {instance}, {host}, {pid}, {release},
-           w.lock_name, w.lock_key, (w.lock_key >> 32) & 4294967295, w.lock_key & 4294967295,
-           CASE WHEN NOT w.is_paused THEN w.run_id END,
-           CASE WHEN NOT w.is_paused AND w.run_id IS NULL THEN w.pid END,
-           CASE WHEN NOT w.is_paused AND w.run_id IS NULL THEN w.application_name END
-      FROM told w
+    SELECT a.nonce, a.task, 'skipped', CASE WHEN t.paused_at IS NULL THEN 'already_running' ELSE 'paused' END,
+           statement_timestamp(), statement_timestamp(), a.trigger, a.caller, {instance}, {host}, {pid}, {release},
+           a.lock_name, a.lock_key, (a.lock_key >> 32) & 4294967295, a.lock_key & 4294967295,
+           CASE WHEN t.paused_at IS NULL THEN h.run_id END,
+           CASE WHEN t.paused_at IS NULL AND h.run_id IS NULL THEN h.pid END,
+           CASE WHEN t.paused_at IS NULL AND h.run_id IS NULL THEN h.application_name END
+      FROM asked a LEFT JOIN {task} t ON t.name = a.task LEFT JOIN held h ON h.lock_key = a.lock_key
+     WHERE t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
- RETURNING nonce, id)
-SELECT nonce::text, m.id, w.is_paused, w.run_id, btrim(to_json(w.started_at)::text, '"'), w.instance::text,
-       (extract(epoch FROM clock_timestamp() - w.started_at) * 1000)::bigint, w.pid, w.application_name
-  FROM made m JOIN told w USING (nonce)
+ RETURNING nonce, id, reason, blocked_by, holder_pid, holder_application)
+SELECT m.nonce::text, m.id, m.reason, m.blocked_by, btrim(to_json(h.started_at)::text, '"'), h.instance::text,
+       (extract(epoch FROM clock_timestamp() - h.started_at) * 1000)::bigint, m.holder_pid, m.holder_application
+  FROM made m LEFT JOIN held h ON h.run_id = m.blocked_by
 """
 )
 

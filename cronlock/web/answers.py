@@ -18,7 +18,7 @@ STATUS = {"completed": 200, "failed": 500, "timed_out": 504, "cancelled": 500, "
 dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """An HTTP answer; `headers` are those beyond the ones every answer has."""
 
