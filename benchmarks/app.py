@@ -1,6 +1,7 @@
 """The server under test: one cronlock process that also has the routes of its peers.
 
-Every route of a peer stands before `/cron/{task}` in the route list, so what the order costs, cronlock pays.
+The routes of the peers that a skip is compared with stand before `/cron/{task}` in the route list, so what the order
+costs there, cronlock pays; the article's, whose calls cost ten times as much, stand at the end.
 All of them authenticate with the same object and answer through the same code.
 """
 
@@ -65,7 +66,10 @@ class Measured(Cronlock):
             peers["redis"] = Redis(bearer, numbers, holder_pid, url)
             peers["redis-shared"] = SharedRedis(bearer, numbers, holder_pid, url)
         bare = Bare(self.settings)
-        app.router.routes[:0] = [Route(f"/{name}/{{task:path}}", peer) for name, peer in peers.items()]
+        routes = {name: Route(f"/{name}/{{task:path}}", peer) for name, peer in peers.items()}
+        articles = [routes.pop(name) for name in ("article", "article-one")]
+        app.router.routes[:0] = routes.values()
+        app.router.routes += articles
         app.router.routes += [
             Route("/-/answers", answered),
             Route("/-/logging/{level}", logging_level),

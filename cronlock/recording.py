@@ -38,7 +38,8 @@ HEAD = (
 PATIENT = (runs.STOPPING, runs.END)
 INSERTS = (runs.BEGIN, runs.SKIP, runs.SKIP_CHECKED)
 ASKED_AGAIN = 3
-GROUP = 500
+GROUP = (16, 500)
+"""How many rows one message has at least, if so many wait, and at most."""
 BACKOFF = (0.1, 5.0)
 UNRECORDABLE = "Unrecordable"
 SLOW = 0.03
@@ -110,7 +111,9 @@ class Recorder:
             # Everything that became ready in this turn of the loop joins the group.
             await asyncio.sleep(0)
             while self._waiting:
-                group, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
+                # The half of many: their callers are answered while the database writes the other half.
+                size = min(max(GROUP[0], len(self._waiting) // 2), GROUP[1])
+                group, self._waiting = self._waiting[:size], self._waiting[size:]
                 await self._write_group([entry for entry in group if not entry.written.done()])
         finally:
             self._writers.discard(asyncio.current_task())

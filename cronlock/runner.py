@@ -97,6 +97,7 @@ class Runner:
             self.active.discard(execution)
         self._log_ended(execution, outcome)
         execution.reply(outcome)
+        execution.run = None  # which refers to it: nothing is left for the garbage collector
 
     async def _do(self, execution: Execution) -> Outcome:
         task, seat, lending = execution.task, execution.seat, execution.lending
