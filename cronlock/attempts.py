@@ -11,6 +11,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import psycopg
@@ -205,14 +206,10 @@ class Attempts:
         if row is None:
             self.paused.discard(call.task.name)
             return None
-        _, skip_id, reason, run_id, started_at, instance, elapsed_ms, pid, application = row
-        if reason == "paused":
+        _, skip_id, told = row
+        if told is None:
             self.paused.add(call.task.name)
-            return self._skipped(call, lock_key, skip_id, None)
-        if run_id is None:
-            return self._skipped(call, lock_key, skip_id, Holder(pid=pid, application_name=application))
-        holder = Holder(run_id, started_at, elapsed_ms, instance)
-        return self._skipped(call, lock_key, skip_id, holder)
+        return self._skipped(call, lock_key, skip_id, holder_of(told) if told else None)
 
     async def _skip(self, group: list[Call], lock_key: int, holder: Holder) -> None:
         """Record that these calls met a run of this process, which `holder` is, and answer them."""
@@ -301,6 +298,15 @@ class Attempts:
         self._start(gate, execution)
         if joined := [call for call in group if call.is_waiting]:
             await self._skip(joined, lock_key, execution.holder())
+
+
+@lru_cache(maxsize=64)
+def holder_of(told: str) -> Holder:
+    """The holder that a record of a skip was told of; the same text comes with all skips of one message."""
+    run_id, started_at, elapsed_ms, instance, pid, application_name = json.loads(told)
+    if run_id is None:
+        return Holder(pid=pid, application_name=application_name)
+    return Holder(run_id, started_at, elapsed_ms, instance)
 
 
 async def in_time(future: "asyncio.Future[T]", until: float) -> T:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -12,10 +13,13 @@ from typing import Any, Literal, TextIO
 
 from pythonjsonlogger.json import JsonFormatter
 
-from cronlock.reporting import Line
+from cronlock import reporting
 
 FACTS = ("runId", "reason", "durationMs", "client", "error")
 """What a line for people shows after its message, where the record has it."""
+
+RUN = (logging.getLogger("cronlock.run"), logging.getLogger("cronlock"), logging.getLogger())
+"""The logger of runs and those above it."""
 
 COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
 
@@ -31,6 +35,7 @@ def configure(form: Literal["json", "text"], scrub: Callable[[str], str]) -> Non
     root.setLevel(logging.WARNING)
     logging.getLogger("cronlock").setLevel(logging.INFO)
     logging.captureWarnings(True)
+    reporting.straight = handler.straight if form == "json" else None
 
 
 class Gathered(logging.StreamHandler[TextIO]):
@@ -39,13 +44,32 @@ class Gathered(logging.StreamHandler[TextIO]):
     def __init__(self) -> None:
         super().__init__()
         self._lines: list[str] = []
+        self._second, self._shown_second = 0, ""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.append(self.format(record) + self.terminator)
+            line = self.format(record)
         except Exception:
             self.handleError(record)
-            return
+        else:
+            self._add(line)
+
+    def straight(self, level: int, message: str, facts: str) -> bool:
+        """Write a line of `reporting` as `Json` would, if nobody else has a handler for its record; else False."""
+        run, ours, root = RUN
+        if root.handlers != [self] or ours.handlers or run.handlers or run.filters:
+            return False
+        now = time.time()
+        if (second := int(now)) != self._second:
+            self._second, self._shown_second = second, datetime.fromtimestamp(second, UTC).isoformat()[:-6]
+        self._add(
+            f'{{"level":"{logging.getLevelName(level)}","logger":"{run.name}","message":"{message}",{facts},'
+            f'"timestamp":"{self._shown_second}.{int((now - second) * 1e6):06}+00:00"}}'
+        )
+        return True
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line + self.terminator)
         if len(self._lines) > 1:
             return  # whoever added the first has seen to it
         try:
@@ -89,25 +113,13 @@ class Json(JsonFormatter):
             json_serializer=self._encode,
         )
         self._scrub = scrub
-        self._second, self._shown_second = 0, ""
         # Made once: json.dumps makes an encoder for every call that is not plain, and every skip writes a line.
         self._encoder = json.JSONEncoder(ensure_ascii=False, default=readable, separators=(",", ":"))
-
-    def _time(self, created: float) -> str:
-        second = int(created)
-        if second != self._second:
-            self._second, self._shown_second = second, datetime.fromtimestamp(second, UTC).isoformat()[:-6]
-        return f"{self._shown_second}.{int((created - second) * 1e6):06}+00:00"
 
     def _encode(self, facts: dict[str, Any], **_: object) -> str:
         return self._encoder.encode(facts)
 
     def format(self, record: logging.LogRecord) -> str:
-        if isinstance(record, Line):  # thousands a second in a storm
-            return (
-                f'{{"level":"{record.levelname}","logger":"{record.name}","message":"{record.getMessage()}",'
-                f'{record.json()},"timestamp":"{self._time(record.created)}"}}'
-            )
         line = super().format(record)
         return line if is_scrubbed(record) else self._scrub(line)
 

@@ -111,8 +111,8 @@ class Recorder:
             # Everything that became ready in this turn of the loop joins the group.
             await asyncio.sleep(0)
             while self._waiting:
-                # The half of many: their callers are answered while the database writes the other half.
-                size = min(max(GROUP[0], len(self._waiting) // 2), GROUP[1])
+                # Not all of many: while these are written, the callers of those before are answered and others come.
+                size = min(max(GROUP[0], len(self._waiting) * 3 // 4), GROUP[1])
                 group, self._waiting = self._waiting[:size], self._waiting[size:]
                 await self._write_group([entry for entry in group if not entry.written.done()])
         finally:

@@ -1,6 +1,7 @@
 """One structured log line for every run that starts, ends or is skipped."""
 
 import logging
+from collections.abc import Callable
 from json import dumps
 from typing import Any
 
@@ -8,30 +9,9 @@ from cronlock.outcome import Outcome
 
 log = logging.getLogger("cronlock.run")
 
-
-class Line(logging.LogRecord):
-    """A record of a call or a run: its facts are attributes, as `extra` makes them, and together in `facts`.
-
-    Made without a walk up the stack for the place that logs, which is always this file.
-    """
-
-    __slots__ = ("facts",)
-
-    def __init__(self, level: int, event: str, facts: dict[str, Any]) -> None:
-        super().__init__(log.name, level, "", 0, "%s %s", (facts["task"], event), None)
-        self.facts = facts
-        self.__dict__.update(facts)
-
-    def json(self) -> str:
-        """The facts as the inside of a JSON object; all but the error are safe there as they are."""
-        facts = self.facts
-        reason = f'"{facts["reason"]}"' if facts["reason"] else "null"
-        error = dumps(facts["error"], ensure_ascii=False) if facts["error"] else "null"
-        return (
-            f'"event":"{facts["event"]}","task":"{facts["task"]}","runId":{facts["runId"]},'
-            f'"status":"{facts["status"]}","reason":{reason},"durationMs":{facts["durationMs"]},'
-            f'"lockKey":{facts["lockKey"]},"instance":"{facts["instance"]}","error":{error}'
-        )
+straight: Callable[[int, str, str], bool] | None = None
+"""Writes a line (its level, message and facts as the inside of a JSON object) where no other handler wants a record of
+it, else False. Set by `logs`: in a storm of skips a record of `logging` costs several times what its line does."""
 
 
 class Report:
@@ -42,8 +22,13 @@ class Report:
 
     def line(self, level: int, event: str, outcome: Outcome, lock_key: int) -> None:
         """One event of a call or a run."""
-        if log.isEnabledFor(level):
-            log.handle(Line(level, event, {"event": f"run.{event}", **self.facts(outcome, lock_key)}))
+        if not log.isEnabledFor(level):
+            return
+        if straight and straight(level, f"{outcome.task} {event}", self._json(event, outcome, lock_key)):
+            return
+        facts = {"event": f"run.{event}", **self.facts(outcome, lock_key)}
+        # As log.log does, without walking the stack for the place in this file.
+        log.handle(log.makeRecord(log.name, level, "", 0, "%s %s", (outcome.task, event), None, extra=facts))
 
     def lost(self, task: str, run_id: int, lock_key: int) -> None:
         """A run of some process was found lost by the one that has its lock now."""
@@ -60,5 +45,20 @@ class Report:
             "durationMs": outcome.duration_ms,
             "lockKey": lock_key,
             "instance": self._instance,
-            "error": f"{outcome.failure.type}: {outcome.failure.message}" if outcome.failure else None,
+            "error": explained(outcome),
         }
+
+    def _json(self, event: str, outcome: Outcome, lock_key: int) -> str:
+        """The event and its facts as JSON; all but the error are safe in it as they are."""
+        reason = f'"{outcome.reason}"' if outcome.reason else "null"
+        error = dumps(explained(outcome), ensure_ascii=False) if outcome.failure else "null"
+        return (
+            f'"event":"run.{event}","task":"{outcome.task}","runId":{outcome.run_id},"status":"{outcome.status}",'
+            f'"reason":{reason},"durationMs":{outcome.duration_ms},"lockKey":{lock_key},'
+            f'"instance":"{self._instance}","error":{error}'
+        )
+
+
+def explained(outcome: Outcome) -> str | None:
+    """The error of a run that failed, on one line."""
+    return f"{outcome.failure.type}: {outcome.failure.message}" if outcome.failure else None

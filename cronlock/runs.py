@@ -69,14 +69,16 @@ SELECT nonce::text, id FROM made
 
 # Who holds the lock, and the skips by that holder, in one statement. Only a holder counts that is foreign or whose
 # run can be seen: between an opening and its `running` row there is nobody to name, and the caller asks again.
-# A prepared transaction holds its locks without a pid.
+# A prepared transaction holds its locks without a pid. What is told of a holder is put together once for all its skips.
 SKIP_CHECKED = (
     """
 WITH asked AS MATERIALIZED (
     SELECT * FROM json_to_recordset({rows}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint,
         trigger text, caller text)),
 held AS MATERIALIZED (
-    SELECT DISTINCT ON (k.lock_key) k.lock_key, l.pid, r.id AS run_id, r.started_at, r.instance, g.application_name
+    SELECT DISTINCT ON (k.lock_key) k.lock_key, l.pid, r.id AS run_id, g.application_name,
+           json_build_array(r.id, r.started_at, (extract(epoch FROM clock_timestamp() - r.started_at) * 1000)::bigint,
+               r.instance, l.pid, g.application_name)::text AS told
       FROM (SELECT DISTINCT a.lock_key FROM asked a) k
       JOIN pg_locks l ON l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
        AND l.classid::bigint = (k.lock_key >> 32) & 4294967295 AND l.objid::bigint = k.lock_key & 4294967295
@@ -88,7 +90,7 @@ held AS MATERIALIZED (
             WHERE r.status = 'running' AND r.lock_classid = (k.lock_key >> 32) & 4294967295
               AND r.lock_objid = k.lock_key & 4294967295 AND r.backend_pid = l.pid AND r.lock_objsubid = 1
             ORDER BY r.id DESC LIMIT 1) r ON true
-      LEFT JOIN LATERAL pg_stat_get_activity(l.pid) g ON l.pid IS NOT NULL
+      LEFT JOIN LATERAL pg_stat_get_activity(l.pid) g ON l.pid IS NOT NULL AND r.id IS NULL
      WHERE r.id IS NOT NULL OR coalesce(g.application_name, '') NOT LIKE 'cronlock:%'
      ORDER BY k.lock_key, r.id DESC NULLS LAST),
 made AS (
@@ -99,14 +101,13 @@ made AS (
            a.lock_name, a.lock_key, (a.lock_key >> 32) & 4294967295, a.lock_key & 4294967295,
            CASE WHEN t.paused_at IS NULL THEN h.run_id END,
            CASE WHEN t.paused_at IS NULL AND h.run_id IS NULL THEN h.pid END,
-           CASE WHEN t.paused_at IS NULL AND h.run_id IS NULL THEN h.application_name END
+           CASE WHEN t.paused_at IS NULL THEN h.application_name END
       FROM asked a LEFT JOIN {task} t ON t.name = a.task LEFT JOIN held h ON h.lock_key = a.lock_key
      WHERE t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
- RETURNING nonce, id, reason, blocked_by, holder_pid, holder_application)
-SELECT m.nonce::text, m.id, m.reason, m.blocked_by, btrim(to_json(h.started_at)::text, '"'), h.instance::text,
-       (extract(epoch FROM clock_timestamp() - h.started_at) * 1000)::bigint, m.holder_pid, m.holder_application
-  FROM made m LEFT JOIN held h ON h.run_id = m.blocked_by
+ RETURNING nonce, id, reason, lock_key)
+SELECT m.nonce::text, m.id, CASE WHEN m.reason <> 'paused' THEN h.told END
+  FROM made m LEFT JOIN held h ON h.lock_key = m.lock_key
 """
 )
 

@@ -108,11 +108,10 @@ def refusal(result: PGresult) -> psycopg.Error:
 
 def rows(result: PGresult) -> list[Row]:
     """The rows of a result, each value as `TYPES` says."""
-    kinds = [TYPES.get(result.ftype(column), bytes.decode) for column in range(result.nfields)]
-    return [
-        tuple(
-            None if (value := result.get_value(row, column)) is None else kind(value)
-            for column, kind in enumerate(kinds)
-        )
-        for row in range(result.ntuples)
-    ]
+    value = result.get_value
+    columns = []
+    for column in range(result.nfields):
+        kind = TYPES.get(result.ftype(column), bytes.decode)
+        found = [value(row, column) for row in range(result.ntuples)]
+        columns.append([None if one is None else kind(one) for one in found])
+    return list(zip(*columns, strict=True))
