@@ -25,7 +25,7 @@ from cronlock.execution import Execution
 from cronlock.gate import Call, Gate
 from cronlock.lending import is_gone
 from cronlock.outcome import Failure, Holder, Outcome
-from cronlock.recording import Recorder
+from cronlock.recording import Recorder, expire
 from cronlock.reporting import Report
 from cronlock.seats import Seat, discard
 from cronlock.tasks import Task
@@ -62,7 +62,8 @@ class Attempts:
         self._instance = instance
         self._start = start
         self._openings: dict[str, bytes] = {}
-        self.gates: defaultdict[str, Gate] = defaultdict(Gate)
+        self.gates: defaultdict[str | int | None, Gate] = defaultdict(Gate)
+        """By the name of a lock, or by its number."""
         self.paused: set[str] = set()
         """Tasks that were paused when last seen: a hint which question to ask first, never an answer."""
         self.usual_seconds: dict[str, float] = {}
@@ -73,9 +74,9 @@ class Attempts:
 
     async def call(self, call: Call) -> Outcome:
         """Run the task of `call`, or skip it; raises `Unavailable` if neither can be decided in time."""
-        gate = self.gates[str(call.task.lock)]
-        limit = call.task.acquire_timeout.total_seconds()
-        until = time.monotonic() + limit + DECISION_MARGIN
+        lock = call.task.lock
+        gate = self.gates[lock.name if lock.number is None else lock.number]
+        until = call.received + call.task.acquire_timeout.total_seconds() + DECISION_MARGIN
         for _ in range(ASKS):
             if self.is_draining:
                 raise Unavailable("shutting_down", "the server is shutting down")
@@ -101,14 +102,15 @@ class Attempts:
         """Skip a call from memory: this process runs its lock's task itself."""
         holder = execution.holder()
         facts = {"reason": "already_running", "blocked_by": holder.run_id}
-        row = await in_time(self._recorder.put(runs.SKIP, call.row(execution.lock_key, facts)), until)
+        row = await self._recorder.put(runs.SKIP, call.row(execution.lock_key, facts), until)
         assert row is not None, "the statement gives a row for every nonce"
         return self._skipped(call, execution.lock_key, row[1], holder)
 
     async def _skip_seen_one(self, call: Call, lock_key: int, until: float) -> Outcome | None:
         """Skip a call if its lock is seen to be held, or its task to be paused; None if neither."""
-        row = await in_time(self._recorder.put(runs.SKIP_CHECKED, call.row(lock_key)), until)
-        return self._skipped_seen(call, lock_key, row)
+        return self._skipped_seen(
+            call, lock_key, await self._recorder.put(runs.SKIP_CHECKED, call.row(lock_key), until)
+        )
 
     async def _attempts(self, gate: Gate) -> None:
         """Make attempts for a lock until nobody waits for it."""
@@ -233,7 +235,8 @@ class Attempts:
 
     def _retry_after(self, task: Task, holder: Holder | None) -> int:
         """Whole seconds after which the lock is probably free, from the task's usual duration."""
-        usual = self.usual_seconds.get(task.name, min(task.timeout.total_seconds(), 30.0))
+        if (usual := self.usual_seconds.get(task.name)) is None:
+            usual = min(task.timeout.total_seconds(), 30.0)
         elapsed = (holder.elapsed_ms or 0) / 1000 if holder else 0.0
         return max(1, round(usual - elapsed) if elapsed < usual else round(usual / 2))
 
@@ -316,9 +319,3 @@ async def in_time(future: "asyncio.Future[T]", until: float) -> T:
         return await future
     finally:
         timer.cancel()
-
-
-def expire(future: "asyncio.Future[Any]") -> None:
-    """Nobody may wait for this any longer."""
-    if not future.done():
-        future.set_exception(Unavailable("database_unavailable", "the database did not answer in time"))

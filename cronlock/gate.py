@@ -29,14 +29,21 @@ if TYPE_CHECKING:
 CONTENDED = 1.0
 """Seconds after a refused attempt in which the lock table is asked first."""
 
-ours = token_hex(8)
+
+def drawn() -> str:
+    """The process's part of a nonce: the random half of a UUID."""
+    digits = token_hex(8)
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:]}-"
+
+
+ours = drawn()
 counted = count()
 
 
 def draw() -> None:
     """Draw the process's part of its nonces anew: a fork has the memory of its parent."""
     global ours
-    ours = token_hex(8)
+    ours = drawn()
 
 
 os.register_at_fork(after_in_child=draw)
@@ -44,8 +51,8 @@ os.register_at_fork(after_in_child=draw)
 
 def new_nonce() -> str:
     """A UUID that no other call has: random for the process, counted within it (a third of uuid4's price)."""
-    number = f"{next(counted):016x}"
-    return f"{ours[:8]}-{ours[8:12]}-{ours[12:]}-{number[:4]}-{number[4:]}"
+    number = next(counted)
+    return f"{ours}{number >> 48:04x}-{number & 0xFFFFFFFFFFFF:012x}"
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,10 @@ beginning of one, and a skip, fail with `Unavailable` after a second try, since 
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 from weakref import WeakSet
 
@@ -38,12 +40,14 @@ HEAD = (
 PATIENT = (runs.STOPPING, runs.END)
 INSERTS = (runs.BEGIN, runs.SKIP, runs.SKIP_CHECKED)
 ASKED_AGAIN = 3
-GROUP = (16, 500)
+GROUP = (20, 500)
 """How many rows one message has at least, if so many wait, and at most."""
 BACKOFF = (0.1, 5.0)
 UNRECORDABLE = "Unrecordable"
 SLOW = 0.03
 """Seconds after which rows no longer wait for the message under way: larger groups are cheaper than more of them."""
+
+SWEEP = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -65,23 +69,39 @@ class Recorder:
         self._waiting: list[Entry] = []
         self._writers: set[asyncio.Task[None]] = set()
         self._spare: asyncio.TimerHandle | None = None
+        self._watched: list[tuple[float, asyncio.Future[Row | None]]] = []
+        self._sweeping: asyncio.TimerHandle | None = None
         self._writer_limit = database.settings.record_pool_size
         self._limit = database.settings.record_queue_size
         self._backoff = BACKOFF[0]
         self._prepared: WeakSet[psycopg.AsyncConnection[Any]] = WeakSet()
         self.messages = 0
 
-    def put(self, kind: str, row: dict[str, Any]) -> "asyncio.Future[Row | None]":
+    def put(self, kind: str, row: dict[str, Any], until: float = inf) -> "asyncio.Future[Row | None]":
         """Queue one row; the future gives the server's row for it (None where it gave none) once it is durable.
 
-        Raises `Unavailable` when the queue is full; an ending is always taken.
+        It fails with `Unavailable` when `until` (monotonic seconds) has come. Raises `Unavailable` when the queue is
+        full; an ending is always taken.
         """
         if len(self._waiting) >= self._limit and kind not in PATIENT:
             raise Unavailable("recording_queue_full", "too many records wait to be written")
         entry = Entry(kind, row, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         self._wake()
+        if until < inf:
+            self._watched.append((until, entry.written))
+            if self._sweeping is None:
+                self._sweeping = asyncio.get_running_loop().call_later(SWEEP, self._sweep)
         return entry.written
+
+    def _sweep(self) -> None:
+        """Fail what has waited too long: one timer for all, which in a storm are thousands a second."""
+        now = time.monotonic()
+        self._watched = [(until, written) for until, written in self._watched if not written.done()]
+        for until, written in self._watched:
+            if now > until:
+                expire(written)
+        self._sweeping = asyncio.get_running_loop().call_later(SWEEP, self._sweep) if self._watched else None
 
     async def drain(self, timeout: float) -> None:
         """Wait until everything queued is written, `timeout` seconds at most."""
@@ -141,8 +161,10 @@ class Recorder:
         return HEAD + self._statements.rows(kind, [row]) + b"; COMMIT"
 
     async def _send(self, group: list[Entry]) -> None:
-        by_kind = {kind: [entry for entry in group if entry.kind is kind] for kind in runs.RECORDS}
-        kinds = [kind for kind in runs.RECORDS if by_kind[kind]]
+        by_kind: dict[str, list[Entry]] = {}
+        for entry in group:
+            by_kind.setdefault(entry.kind, []).append(entry)
+        kinds = [kind for kind in runs.RECORDS if kind in by_kind]
         lists = [(kind, [entry.row for entry in by_kind[kind]]) for kind in kinds]
         async with self._database.recording() as connection:
             self.messages += 1
@@ -213,3 +235,9 @@ class Recorder:
         if any(entry.tries > 1 for entry in again):
             await asyncio.sleep(self._backoff)
             self._backoff = min(self._backoff * 2, BACKOFF[1])
+
+
+def expire(future: "asyncio.Future[Any]") -> None:
+    """Nobody may wait for this any longer."""
+    if not future.done():
+        future.set_exception(Unavailable("database_unavailable", "the database did not answer in time"))

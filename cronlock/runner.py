@@ -71,9 +71,9 @@ class Runner:
         """Start a task of the process, which no request's end can cancel."""
         return self._background.spawn(coroutine)
 
-    async def call(self, call: Call) -> Outcome:
+    def call(self, call: Call) -> Coroutine[Any, Any, Outcome]:
         """Run the task of `call`, or skip it; raises `Unavailable` if neither can be decided in time."""
-        return await self.attempts.call(call)
+        return self.attempts.call(call)
 
     def _start(self, gate: Gate, execution: Execution) -> None:
         gate.running = execution

@@ -31,7 +31,7 @@ class Answer:
         """Send it; an answer to HEAD has no body."""
         headers = [
             (b"content-type", b"application/json"),
-            (b"content-length", str(len(self.body)).encode()),
+            (b"content-length", b"%d" % len(self.body)),
             (b"cache-control", b"no-store"),
             (b"cronlock-status", self.status.encode()),
             *self.headers,
@@ -68,7 +68,7 @@ def unavailable(error: Unavailable) -> Answer:
 
 def of(outcome: Outcome, skip_status: int) -> Answer:
     """The answer of a call that became a run, or was skipped."""
-    headers = [(b"cronlock-run-id", str(outcome.run_id).encode())]
+    headers = [(b"cronlock-run-id", b"%d" % outcome.run_id)]
     if outcome.status == "skipped":
         return skipped(outcome, skip_status, headers)
     body: dict[str, Any] = {

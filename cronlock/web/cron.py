@@ -70,14 +70,17 @@ class CronEndpoint:
         fields = dict(headers)
         skip_status = task.skip_status
         try:
-            query = jsontext.parse_query(scope["query_string"]) if scope["query_string"] else {}
-            if asked := query.get("on_skip"):
-                if asked not in SKIP_STATUSES:
-                    return plain(400, "bad_request", reason="on_skip must be 200, 409 or 503")
-                skip_status = SKIP_STATUSES[asked]  # type: ignore[assignment]
-            body = await self._body(fields, receive)
-            given = {name: value for name, value in query.items() if name not in OWN_PARAMETERS}
-            payload = task.validate(jsontext.merge(given, body))
+            given: dict[str, object] = {}
+            if scope["query_string"] or b"content-length" in fields or b"content-type" in fields:
+                query = jsontext.parse_query(scope["query_string"])
+                if asked := query.get("on_skip"):
+                    if asked not in SKIP_STATUSES:
+                        return plain(400, "bad_request", reason="on_skip must be 200, 409 or 503")
+                    skip_status = SKIP_STATUSES[asked]  # type: ignore[assignment]
+                body = await self._body(fields, receive)
+                own = {name: value for name, value in query.items() if name not in OWN_PARAMETERS}
+                given = jsontext.merge(own, body)
+            payload = task.validate(given)
         except PayloadError as error:
             return plain(400, "bad_request", reason=str(error))
         except TooLarge:
@@ -89,8 +92,6 @@ class CronEndpoint:
 
     async def _body(self, fields: dict[bytes, bytes], receive: Receive) -> dict[str, object]:
         """The JSON object in the body, or {} for any other content type, whose body is left alone."""
-        if b"content-length" not in fields and b"content-type" not in fields:
-            return {}
         length = fields.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body:
             raise TooLarge
