@@ -7,6 +7,7 @@ messages of several statements in the simple protocol are sent here, whose value
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -83,9 +84,10 @@ class Exchange:
         """Leave the socket alone at once: a closed one's number may be another's in the next moment."""
         if self._socket < 0:
             return
-        self._loop.remove_reader(self._socket)
-        if self._is_writing:
-            self._loop.remove_writer(self._socket)
+        with suppress(OSError):  # libpq may have closed it, on which the loop forgets both
+            self._loop.remove_reader(self._socket)
+            if self._is_writing:
+                self._loop.remove_writer(self._socket)
         self._socket = -1
         if not self._ended.done():
             if error is None:
