@@ -270,9 +270,9 @@ class Attempts:
             for call in group:
                 call.decide(None)
             return
-        _, run_id, status, started_at, freed = written
-        for lost_id, lost_task in json.loads(freed or "[]"):
-            self._report.lost(lost_task, lost_id, lock_key)
+        _, run_id, status, started_at, has_predecessor = written
+        if has_predecessor:
+            await self._free(row)
         if status != "running":
             await self._let_go(seat)
             self.paused.add(leader.task.name)
@@ -301,6 +301,15 @@ class Attempts:
         self._start(gate, execution)
         if joined := [call for call in group if call.is_waiting]:
             await self._skip(joined, lock_key, execution.holder())
+
+    async def _free(self, row: dict[str, Any]) -> None:
+        """Close the runs that had this lock before us and never ended; if that cannot be, a timer will."""
+        try:
+            freed = await self._recorder.put(runs.FREE, row)
+        except Unavailable:
+            return
+        for lost_id, lost_task in json.loads(freed[1]) if freed else ():
+            self._report.lost(lost_task, lost_id, row["lock_key"])
 
 
 @lru_cache(maxsize=64)

@@ -88,7 +88,7 @@ class Closer:
         """Send the closing message. It is never cancelled, and after any error the row has the last word."""
         message = self._closing.message(execution.run_id, execution.opened_us, result, is_touched)
         seat = execution.seat
-        rows_at = locks.LEFTOVERS_AT[True] if is_touched else None
+        rows_at = locks.LEFT_AT[True] if is_touched else None
         limit = execution.task.timeout.total_seconds() + CLOSE_MARGIN
         timer = asyncio.get_running_loop().call_later(CLOSE_WAIT, self._reply_unknown, execution)
         try:
@@ -108,7 +108,7 @@ class Closer:
 
     async def _give_back(self, seat: Seat, reply: Reply) -> None:
         """Return a connection to its pool, unless its task left something that only goes with it."""
-        if reply.rows and reply.rows[0][1]:
+        if reply.rows and reply.rows[0][-1]:
             await discard(seat)
             return
         if reply.rows:
@@ -192,7 +192,7 @@ class Closer:
         record = b"" if written.done() else self._recorder.message(runs.END, row)
         try:
             message = locks.giving_up(is_touched, record)
-            rows_at = locks.LEFTOVERS_AT[False] if is_touched else None
+            rows_at = locks.LEFT_AT[False] if is_touched else None
             reply = await within(RECORD_WAIT, seat.connection, seat.send(message, rows_at))
         except psycopg.Error:
             await discard(seat)

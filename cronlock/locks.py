@@ -79,19 +79,10 @@ def opening(task: Task, server: Server) -> bytes:
 
 
 RESETS = [sql.SQL("RESET SESSION AUTHORIZATION"), sql.SQL("RESET ROLE"), sql.SQL("RESET ALL")]
-LEFTOVERS = [
-    sql.SQL("UNLISTEN *"),
-    sql.SQL("CLOSE ALL"),
-    sql.SQL("DISCARD TEMP"),
-    sql.SQL("DISCARD SEQUENCES"),
-    # What a task prepared by SQL cannot go without all that psycopg prepared: such a connection is thrown away.
-    sql.SQL(
-        "SELECT pg_catalog.pg_advisory_unlock_all(),"
-        " EXISTS (SELECT FROM pg_catalog.pg_prepared_statements p WHERE p.from_sql)"
-    ),
-]
-LEFTOVERS_AT = {True: -2, False: -1}
-"""The statement of a closing (True) and of a giving up that says in its second column whether something was left."""
+LEFTOVERS = [sql.SQL("UNLISTEN *"), sql.SQL("CLOSE ALL"), sql.SQL("DISCARD TEMP"), sql.SQL("DISCARD SEQUENCES")]
+LEFT_AT = {True: -6, False: -1}
+"""The statement of a closing (True) and of a giving up that says in its last column whether the task left something
+that only goes with its connection; see complete_run."""
 
 
 def set_local(settings: dict[str, str | int]) -> sql.Composable:
@@ -127,11 +118,10 @@ class Closing:
             *RESETS,
             set_local({"search_path": "pg_catalog", "statement_timeout": 30000, "lock_timeout": 30000}),
         ]
-        checks = [
-            sql.SQL("SET LOCAL synchronous_commit = on"),
-            sql.SQL("SELECT {}({}, {}, {})").format(sql.Identifier(schema, "complete_run"), hole, hole, hole),
-        ]
-        lines = [*before, *checks, *LEFTOVERS] if is_touched else checks
+        complete = sql.SQL("SELECT {}({}, {}, {}, {})").format(
+            sql.Identifier(schema, "complete_run"), hole, hole, hole, is_touched
+        )
+        lines = [*before, complete, *LEFTOVERS] if is_touched else [complete]
         return join([*lines, sql.SQL("COMMIT")]).split(b"\0")
 
     def message(self, run_id: int, opened_us: int, result: str | None, is_touched: bool) -> bytes:
@@ -155,7 +145,16 @@ def quoted(text: str) -> bytes:
 
 
 REFUSED = b"COMMIT"  # not ROLLBACK: psycopg drops its prepared statements after one
-CLEAN_UP = join([*RESETS, *LEFTOVERS])
+CLEAN_UP = join(
+    [
+        *RESETS,
+        *LEFTOVERS,
+        sql.SQL(
+            "SELECT pg_catalog.pg_advisory_unlock_all(),"
+            " EXISTS (SELECT FROM pg_catalog.pg_prepared_statements p WHERE p.from_sql)"
+        ),
+    ]
+)
 
 
 def giving_up(is_touched: bool, record: bytes = b"") -> bytes:

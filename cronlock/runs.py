@@ -26,31 +26,38 @@ NOT_HELD = f"""NOT EXISTS (SELECT FROM pg_catalog.pg_locks l
 LOST = """status = 'lost', finished_at = clock_timestamp(), error_type = 'LockLost',
        error_message = 'the process or its connection was gone before it said how the run ended'"""
 
-BEGIN = f"""
-WITH begun AS MATERIALIZED (
-    SELECT * FROM json_to_recordset({{rows}}::json) AS b(nonce uuid, task text, lock_name text, lock_key bigint,
-        backend_pid integer, trigger text, caller text)),
-freed AS (
-    UPDATE {{run}} r SET {LOST}
-      FROM begun b
-     WHERE r.status = 'running' AND r.nonce <> b.nonce AND r.lock_objsubid = 1
-       AND r.lock_classid = (b.lock_key >> 32) & 4294967295 AND r.lock_objid = b.lock_key & 4294967295
-       AND (r.backend_pid = b.backend_pid OR {NOT_HELD})
- RETURNING r.id, r.task),
-made AS (
-    INSERT INTO {{run}} (nonce, task, status, reason, started_at, finished_at, trigger, caller, instance, host, pid,
+# Its last column says whether a run of that lock is still `running`, which must be lost: see FREE.
+BEGIN = """
+WITH made AS (
+    INSERT INTO {run} (nonce, task, status, reason, started_at, finished_at, trigger, caller, instance, host, pid,
         release, backend_pid, lock_name, lock_key, lock_classid, lock_objid)
     SELECT b.nonce, b.task, CASE WHEN t.paused_at IS NULL THEN 'running' ELSE 'skipped' END,
            CASE WHEN t.paused_at IS NOT NULL THEN 'paused' END,
            statement_timestamp(), CASE WHEN t.paused_at IS NOT NULL THEN statement_timestamp() END,
-           b.trigger, b.caller, {{instance}}, {{host}}, {{pid}}, {{release}}, b.backend_pid, b.lock_name, b.lock_key,
+           b.trigger, b.caller, {instance}, {host}, {pid}, {release}, b.backend_pid, b.lock_name, b.lock_key,
            (b.lock_key >> 32) & 4294967295, b.lock_key & 4294967295
-      FROM begun b LEFT JOIN {{task}} t ON t.name = b.task
+      FROM json_to_recordset({rows}::json) AS b(nonce uuid, task text, lock_name text, lock_key bigint,
+           backend_pid integer, trigger text, caller text)
+      LEFT JOIN {task} t ON t.name = b.task
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
- RETURNING nonce, id, status, started_at)
+ RETURNING nonce, id, status, started_at, lock_classid, lock_objid)
 SELECT nonce::text, id, status, btrim(to_json(started_at)::text, '"'),
-       (SELECT json_agg(json_build_array(f.id, f.task)) FROM freed f)::text
+       EXISTS (SELECT FROM {run} r
+                WHERE r.status = 'running' AND r.lock_classid = made.lock_classid AND r.lock_objid = made.lock_objid
+                  AND r.lock_objsubid = 1 AND r.nonce <> made.nonce)
   FROM made
+"""
+
+# The runs that had the lock before and never said how they ended. One on the taker's own backend cannot have it now.
+FREE = f"""
+WITH freed AS (
+    UPDATE {{run}} r SET {LOST}
+      FROM json_to_recordset({{rows}}::json) AS b(nonce uuid, lock_key bigint, backend_pid integer)
+     WHERE r.status = 'running' AND r.nonce <> b.nonce AND r.lock_objsubid = 1
+       AND r.lock_classid = (b.lock_key >> 32) & 4294967295 AND r.lock_objid = b.lock_key & 4294967295
+       AND (r.backend_pid = b.backend_pid OR {NOT_HELD})
+ RETURNING b.nonce, r.id, r.task)
+SELECT nonce::text, json_agg(json_build_array(id, task))::text FROM freed GROUP BY nonce
 """
 
 SKIP = """
@@ -199,7 +206,7 @@ SELECT t.name, (SELECT extract(epoch FROM percentile_disc(0.5) WITHIN GROUP (ORD
 
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
-RECORDS = (BEGIN, STOPPING, PROGRESS, END, SKIP, SKIP_CHECKED)
+RECORDS = (BEGIN, FREE, STOPPING, PROGRESS, END, SKIP, SKIP_CHECKED)
 """The statements that write records, in the order in which one message has them."""
 
 LISTS = (*RECORDS, REGISTER, FOREIGN_COLLISIONS)

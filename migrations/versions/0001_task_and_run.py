@@ -79,19 +79,26 @@ CREATE INDEX run_running_idx ON {schema}.run (lock_classid, lock_objid, backend_
 """
 
 # Called in the transaction that holds the lock, right before its COMMIT. Being a function its plan is kept with the
-# session, also behind a pooler; whatever it raises undoes the run.
+# session, also behind a pooler; whatever it raises undoes the run. It says whether the task left something on its
+# connection that only goes with it: what it prepared by SQL cannot go without all that psycopg prepared.
 COMPLETE_RUN = """
-CREATE FUNCTION {schema}.complete_run(run_id bigint, opened_us bigint, run_result text) RETURNS void
-LANGUAGE plpgsql SET search_path = pg_catalog AS $$
+CREATE FUNCTION {schema}.complete_run(run_id bigint, opened_us bigint, run_result text, is_touched boolean)
+RETURNS boolean LANGUAGE plpgsql SET search_path = pg_catalog AS $$
 BEGIN
     IF (extract(epoch FROM now()) * 1000000)::bigint <> opened_us THEN
         RAISE EXCEPTION 'cronlock: this is not the transaction that took the lock' USING ERRCODE = '25000';
     END IF;
+    PERFORM set_config('synchronous_commit', 'on', true);
     UPDATE {schema}.run r SET status = 'completed', finished_at = clock_timestamp(), result = run_result
      WHERE r.id = run_id AND r.status IN ('running', 'lost');
     IF NOT FOUND THEN
         RAISE EXCEPTION 'cronlock: no open run row' USING ERRCODE = '25000';
     END IF;
+    IF NOT is_touched THEN
+        RETURN false;
+    END IF;
+    PERFORM pg_advisory_unlock_all();
+    RETURN EXISTS (SELECT FROM pg_prepared_statements p WHERE p.from_sql);
 END $$;
 """
 
