@@ -157,6 +157,11 @@ class Attempts:
                 if is_dead and error.sqlstate in ENDED_BY_SERVER and time.monotonic() < until:
                     continue
                 raise unavailable(error) from error
+            if is_gone(seat.connection):  # the answer came in the moment in which it was given up and cut
+                await discard(seat)
+                if time.monotonic() < until:
+                    continue
+                raise Unavailable("database_unavailable", "the database did not answer in time")
             (row,) = reply.rows
             if row[0] is None:
                 await discard(seat)

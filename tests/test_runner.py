@@ -15,8 +15,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from cronlock import Cancel, Cronlock, Outcome, Retry, Run, seats, stopping
-from cronlock.lending import CONTEXT, OWN
+from cronlock import Cancel, Cronlock, Outcome, Retry, Run, attempts, seats, stopping
+from cronlock.lending import CONTEXT, OWN, cut
 from tests import Db, Make, Steps, advisory_locks, end_holders, holders, rows, run_once, task_of, until, value
 
 pytestmark = pytest.mark.anyio
@@ -727,6 +727,34 @@ async def test_more_plain_runs_than_connections_wait_for_one_another(make_cron: 
         outcomes = await asyncio.gather(*(cron.run(f"task-{number}") for number in range(8)))
         assert time.monotonic() - started < 5
     assert {outcome.status for outcome in outcomes} == {"completed"}
+
+
+@both
+async def test_a_connection_that_was_cut_in_the_moment_of_its_answer_is_not_used(
+    make_cron: Make, written: Db, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    cuts: list[float] = []
+
+    async def within_and_cut(seconds: float, connection: Any, talk: Any) -> Any:
+        """Its time is over when the answer is there, and nobody has looked at it yet."""
+        reply = await talk
+        if not cuts:
+            cuts.append(seconds)
+            cut(connection)
+        return reply
+
+    def writing(run: Run) -> Steps:
+        yield run.driver.execute("INSERT INTO written VALUES (1)")
+
+    cron = make_cron()
+    cron.task("once")(task_of(writing, is_async))
+    async with cron:
+        await (await cron.open()).readiness.require()
+        monkeypatch.setattr(attempts, "within", within_and_cut)
+        outcome = await cron.run("once")
+    assert cuts
+    assert outcome.status == "completed"
+    assert rows(written, "once") == [("completed", None)]
 
 
 @both
