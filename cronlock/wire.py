@@ -41,6 +41,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._results: list[PGresult] = []
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._socket = -1
         self._is_writing = False
 
     async def run(self, message: bytes) -> list[PGresult]:
@@ -48,10 +49,10 @@ class Exchange:
         self._pgconn.send_query(message)
         self._socket = self._pgconn.socket
         self._loop.add_reader(self._socket, self._read)
-        if self._pgconn.flush():
-            self._is_writing = True
-            self._loop.add_writer(self._socket, self._write)
         try:
+            if self._pgconn.flush():
+                self._is_writing = True
+                self._loop.add_writer(self._socket, self._write)
             await self._ended
         finally:
             self._end()
@@ -97,7 +98,7 @@ class Exchange:
 
 
 def refusal(result: PGresult) -> psycopg.Error:
-    """The error that the server answered a statement with."""
+    """The error that the server answered a statement with: its class, its code and its text."""
     state = (result.error_field(DiagnosticField.SQLSTATE) or b"").decode()
     text = result.get_error_message()
     try:
