@@ -92,7 +92,7 @@ class Attempts:
                 gate.attempts = self._background.spawn(self._attempts(gate))
             decision = await in_time(call.decided, until)
             if isinstance(decision, Execution):
-                return await asyncio.shield(decision.answer)
+                return await decision.answer  # a caller that goes cancels no more than this
             if decision is not None:
                 return decision
             await asyncio.sleep(ASK_PAUSE)

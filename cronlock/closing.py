@@ -74,12 +74,13 @@ class Closer:
             return await self.fail(execution, "failed", failure(error, self._scrub))
         if is_busy(execution.seat):
             return await self.fail(execution, "failed", failure(left_open(), self._scrub))
-        if execution.seat.connection.info.transaction_status is TransactionStatus.IDLE:
+        if execution.seat.connection.pgconn.transaction_status == TransactionStatus.IDLE:
             # Whatever the session flushed now would be committed by itself.
             return await self.fail(execution, "failed", failure(ended(), self._scrub))
         result = dump_result(returned.value)
         try:
-            await settle(run)
+            if run.is_touched:
+                await settle(run)
         except BaseException as flushing:
             return await self.fail(execution, "failed", failure(self._cause(execution, flushing), self._scrub))
         return await self._commit(execution, result, run.is_touched)
@@ -224,7 +225,7 @@ def is_busy(seat: Seat) -> bool:
     """Whether the code left a COPY, a stream or a pipeline open on its connection."""
     connection = seat.connection
     is_piped = connection.pgconn.pipeline_status != PipelineStatus.OFF
-    return is_piped or connection.info.transaction_status is TransactionStatus.ACTIVE
+    return is_piped or connection.pgconn.transaction_status == TransactionStatus.ACTIVE
 
 
 def left_open() -> TransactionEnded:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
@@ -34,6 +35,7 @@ class Run:
         self._seat = seat
         self._session: AsyncSession | Session | None = None
         self._report = report
+        self._instance = instance
         self.is_touched = False
         self.id = id
         """The run's number; it grows in the order in which the lock was taken."""
@@ -45,10 +47,12 @@ class Run:
         """How many times this was tried, from 1."""
         self.occurrence: str | None = None
         """The tick or delivery that this run belongs to, if it is known."""
-        self.log = logging.LoggerAdapter(
-            logging.getLogger("cronlock.task"), {"task": task, "runId": id, "instance": instance}
-        )
+
+    @cached_property
+    def log(self) -> "logging.LoggerAdapter[logging.Logger]":
         """A logger whose lines carry the task and the run."""
+        facts = {"task": self.task, "runId": self.id, "instance": self._instance}
+        return logging.LoggerAdapter(logging.getLogger("cronlock.task"), facts)
 
     @property
     def connection(self) -> Any:

@@ -52,13 +52,13 @@ class Lending:
         if error.sqlstate != "25P02":
             self.last_error = error
 
-    def admit(self, status: TransactionStatus) -> None:
+    def admit(self, status: int) -> None:
         """Let a statement of the task pass, or raise why not."""
         if self.is_over:
             raise StatementRefused("the run has ended; its connection is not the task's any more")
         if self.stopped:
             raise StatementRefused(f"the run is being stopped ({self.stopped}); no further statement is sent")
-        if status is TransactionStatus.IDLE:
+        if status == TransactionStatus.IDLE:
             self.fault = self.fault or TransactionEnded(
                 "the task ended its transaction by SQL (COMMIT, END, ROLLBACK or PREPARE TRANSACTION), and with it"
                 " its lock; what it committed itself stays, nothing after it was run"
@@ -124,7 +124,7 @@ class Refusing:
         """Let a statement pass, or raise why not; gives the lending it belongs to."""
         lending = self.lent()
         if lending is not None:
-            lending.admit(self.info.transaction_status)  # type: ignore[attr-defined]  # psycopg's, beside us
+            lending.admit(self.pgconn.transaction_status)  # type: ignore[attr-defined]  # psycopg's, beside us
         return lending
 
 

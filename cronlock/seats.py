@@ -174,7 +174,8 @@ def busy() -> Busy:
 async def begun(connection: AsyncSqlConnection) -> AsyncSqlConnection:
     """A started SQLAlchemy connection that knows it is in a transaction; nothing is sent for that."""
     await connection.start()
-    await connection.begin()
+    assert connection.sync_connection is not None, "it was started"
+    connection.sync_connection.begin()  # has nothing to wait for, and no greenlet to make for that
     return connection
 
 

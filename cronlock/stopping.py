@@ -123,7 +123,7 @@ class Stopper:
                     execution.ask_to_stop(Stop("lost", str(lost())))
                 elif (
                     not execution.lending.in_flight
-                    and connection.info.transaction_status is TransactionStatus.IDLE
+                    and connection.pgconn.transaction_status == TransactionStatus.IDLE
                     and execution.lending.fault is None
                 ):
                     execution.lending.fault = TransactionEnded("the task ended its transaction by SQL, and its lock")
