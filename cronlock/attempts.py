@@ -84,8 +84,9 @@ class Attempts:
             if gate.running is not None:
                 return await self._skip_running(call, gate.running, until)
             if gate.is_contended or call.task.name in self.paused:
-                outcome = await self._skip_seen_one(call, gate.lock_key or self.lock_keys[call.task.name], until)
-                if outcome is not None:
+                lock_key = gate.lock_key or self.lock_keys[call.task.name]
+                row = await self._recorder.put(runs.SKIP_CHECKED, call.row(lock_key), until)
+                if (outcome := self._skipped_seen(call, lock_key, row)) is not None:
                     return outcome
             gate.join(call)
             if gate.attempts is None:
@@ -105,12 +106,6 @@ class Attempts:
         row = await self._recorder.put(runs.SKIP, call.row(execution.lock_key, facts), until)
         assert row is not None, "the statement gives a row for every nonce"
         return self._skipped(call, execution.lock_key, row[1], holder)
-
-    async def _skip_seen_one(self, call: Call, lock_key: int, until: float) -> Outcome | None:
-        """Skip a call if its lock is seen to be held, or its task to be paused; None if neither."""
-        return self._skipped_seen(
-            call, lock_key, await self._recorder.put(runs.SKIP_CHECKED, call.row(lock_key), until)
-        )
 
     async def _attempts(self, gate: Gate) -> None:
         """Make attempts for a lock until nobody waits for it."""
