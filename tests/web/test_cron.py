@@ -146,6 +146,19 @@ async def test_the_status_of_a_skip_is_what_call_task_or_setting_ask_for_in_this
     assert int(answer.headers.get("retry-after", "1")) >= 1
 
 
+async def test_a_task_that_is_paused_while_another_holds_its_lock_is_paused(
+    cron: Cronlock, db: Db, database_url: str
+) -> None:
+    async with serving(cron.app()) as client, held(database_url, "nightly"):
+        assert (await client.get("/cron/nightly")).json()["reason"] == "already_running"
+        db.execute("UPDATE cronlock.task SET paused_at = now() WHERE name = 'nightly'")
+        answer = (await client.get("/cron/nightly")).json()
+    assert answer["reason"] == "paused"
+    assert "holder" not in answer
+    told = "SELECT reason, blocked_by, holder_pid, holder_application FROM cronlock.run ORDER BY id DESC LIMIT 1"
+    assert db.execute(told).fetchall() == [("paused", None, None, None)]
+
+
 async def test_a_paused_task_is_skipped_and_never_takes_its_lock(cron: Cronlock, db: Db) -> None:
     async with serving(cron.app()) as client:
         db.execute("UPDATE cronlock.task SET paused_at = now(), paused_by = 'me' WHERE name = 'nightly'")
