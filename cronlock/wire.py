@@ -17,6 +17,9 @@ from psycopg.pq.abc import PGconn, PGresult
 
 Row = tuple[Any, ...]
 
+LOOK = 0.2
+"""Seconds after which a socket is read although the event loop has not said that there is something to read."""
+
 TYPES: dict[int, Callable[[bytes], Any]] = {16: lambda value: value == b"t", 20: int, 21: int, 23: int}
 """How the values of a type are read, by its oid: booleans and whole numbers; all else is text."""
 
@@ -49,6 +52,7 @@ class Exchange:
         self._pgconn.send_query(message)
         self._socket = self._pgconn.socket
         self._loop.add_reader(self._socket, self._read)
+        self._timer = self._loop.call_later(LOOK, self._look)
         try:
             if self._pgconn.flush():
                 self._is_writing = True
@@ -73,6 +77,11 @@ class Exchange:
             # The server may have said why before it went.
             self._end(None if any(result.status == ExecStatus.FATAL_ERROR for result in self._results) else error)
 
+    def _look(self) -> None:
+        """Read without being called: uvloop tells once of a socket that was reset, and forgets it."""
+        self._timer = self._loop.call_later(LOOK, self._look)
+        self._read()
+
     def _write(self) -> None:
         try:
             if not self._pgconn.flush():
@@ -85,6 +94,7 @@ class Exchange:
         """Leave the socket alone at once: a closed one's number may be another's in the next moment."""
         if self._socket < 0:
             return
+        self._timer.cancel()
         with suppress(OSError):  # libpq may have closed it, on which the loop forgets both
             self._loop.remove_reader(self._socket)
             if self._is_writing:

@@ -30,8 +30,9 @@ numbers = count(1)
 
 
 @pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The event loop: asyncio's own, or uvloop's, which `cronlock serve` uses, with CRONLOCK_TEST_LOOP=uvloop."""
+    return "asyncio", {"use_uvloop": os.environ.get("CRONLOCK_TEST_LOOP") == "uvloop"}
 
 
 @pytest.fixture(scope="session")

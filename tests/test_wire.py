@@ -1,6 +1,7 @@
 """One message and its results: what comes back, what is raised, and what never stays behind."""
 
 import asyncio
+import time
 from typing import Any
 
 import psycopg
@@ -9,7 +10,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 
 from cronlock import wire
-from cronlock.lending import cut
+from cronlock.lending import cut, is_gone
+from tests import until
 from tests.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
@@ -86,6 +88,36 @@ async def test_a_large_message_to_a_server_that_stalls_is_ended_by_a_cut(databas
         asyncio.get_running_loop().call_later(0.2, cut, connection)
         with pytest.raises(psycopg.OperationalError):
             await asyncio.wait_for(wire.send(connection, b"SELECT '" + b"x" * 30_000_000 + b"'"), 5)
+        assert connection.closed
+
+
+async def test_a_message_to_a_server_that_has_gone_ends_with_what_it_said(database_url: str) -> None:
+    """The message is answered by a reset; uvloop tells of it once, with the server's last words, and forgets it."""
+    async with await connected(database_url) as other:
+        for _ in range(5):
+            connection = await connected(database_url)
+            await other.execute("SELECT pg_terminate_backend(%s, 5000)", (connection.info.backend_pid,))
+            await until(lambda gone=connection: is_gone(gone), "the backend has gone", 5)
+            started = time.monotonic()
+            with pytest.raises(psycopg.OperationalError):
+                await asyncio.wait_for(wire.send(connection, b"SELECT 1; SELECT 2"), 5)
+            assert time.monotonic() - started < 1
+            await connection.close()
+
+
+@pytest.mark.parametrize("how", ["fin", "rst"])
+async def test_a_connection_that_ends_in_the_middle_ends_the_wait(database_url: str, how: str) -> None:
+    parts = conninfo_to_dict(database_url)
+    async with Proxy(str(parts["host"]), int(parts["port"] or 5432)) as proxy:
+        through = {**parts, "port": str(proxy.listening), "sslmode": "disable", "gssencmode": "disable"}
+        connection = await connected(make_conninfo("", **through))
+        talk = asyncio.create_task(wire.send(connection, b"SELECT pg_sleep(10)"))
+        await asyncio.sleep(0.05)
+        assert proxy.cut(how) == 1
+        started = time.monotonic()
+        with pytest.raises(psycopg.OperationalError):
+            await asyncio.wait_for(talk, 5)
+        assert time.monotonic() - started < 1
         assert connection.closed
 
 
