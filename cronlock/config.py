@@ -25,7 +25,7 @@ from cronlock.scrub import Scrubber
 log = logging.getLogger("cronlock.config")
 
 PREFIX = "CRONLOCK_"
-READ_ELSEWHERE = frozenset({"CRONLOCK_APP", "CRONLOCK_PG_BIN", "CRONLOCK_TEST_URL"})
+READ_ELSEWHERE = frozenset({"CRONLOCK_APP", "CRONLOCK_PG_BIN", "CRONLOCK_TEST_LOOP", "CRONLOCK_TEST_URL"})
 """Names of the prefix that are no setting: of the command line and of the tests."""
 
 SHORTEST_SECRET = 16
