@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -97,7 +98,7 @@ async def test_a_message_to_a_server_that_has_gone_ends_with_what_it_said(databa
         for _ in range(5):
             connection = await connected(database_url)
             await other.execute("SELECT pg_terminate_backend(%s, 5000)", (connection.info.backend_pid,))
-            await until(lambda gone=connection: is_gone(gone), "the backend has gone", 5)
+            await until(partial(is_gone, connection), "the backend has gone", 5)
             started = time.monotonic()
             with pytest.raises(psycopg.OperationalError):
                 await asyncio.wait_for(wire.send(connection, b"SELECT 1; SELECT 2"), 5)
