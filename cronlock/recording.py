@@ -1,4 +1,4 @@
-"""Writing records: whatever waits at one moment is one message and one commit.
+"""Writing records: what waits at one moment shares a message and a commit, a few of many the next one.
 
 A record must survive the rollback of its run, so it is written on connections of its own. A caller puts a
 row and waits for the commit that made it durable. While one message is under way the next rows gather; the
@@ -40,8 +40,9 @@ HEAD = (
 PATIENT = (runs.STOPPING, runs.END)
 INSERTS = (runs.BEGIN, runs.SKIP, runs.SKIP_CHECKED)
 ASKED_AGAIN = 3
-GROUP = (20, 500)
-"""How many rows one message has at least, if so many wait, and at most."""
+GROUP = 500
+SHARE = 20
+"""How many rows a message takes at least, if so many wait, and how many more than these it leaves for the next."""
 BACKOFF = (0.1, 5.0)
 UNRECORDABLE = "Unrecordable"
 SLOW = 0.03
@@ -131,8 +132,8 @@ class Recorder:
             # Everything that became ready in this turn of the loop joins the group.
             await asyncio.sleep(0)
             while self._waiting:
-                # Not all of many: while these are written, the callers of those before are answered and others come.
-                size = min(max(GROUP[0], len(self._waiting) * 3 // 4), GROUP[1])
+                # Some of many are left: while these are written, the callers before are answered, and others join.
+                size = min(max(SHARE, len(self._waiting) - SHARE), GROUP)
                 group, self._waiting = self._waiting[:size], self._waiting[size:]
                 await self._write_group([entry for entry in group if not entry.written.done()])
         finally:

@@ -199,6 +199,7 @@ async def test_skips_that_wait_at_one_moment_share_their_messages_and_commits(
         process = await cron.open()
         await process.readiness.require()
         recorder = process.recorder
+        await settled(proxy)  # what a process says at its start is no part of this
         proxy.heard.clear()
         before = recorder.messages
         outcomes = await asyncio.gather(*(cron.run("once") for _ in range(300)))
@@ -211,8 +212,8 @@ async def test_skips_that_wait_at_one_moment_share_their_messages_and_commits(
     assert {(outcome.status, outcome.reason) for outcome in outcomes} == {("skipped", "already_running")}
     assert len({outcome.run_id for outcome in outcomes}) == 300
     assert value(db, "SELECT count(*) FROM cronlock.run WHERE reason = 'already_running'") == 300
-    assert messages <= 9
-    assert writing(heard) <= 10, len(heard)
+    assert messages <= 6
+    assert writing(heard) <= 6, len(heard)
     assert round_trips(heard) <= 20, len(heard)
     assert value(db, "SELECT count(DISTINCT xmin::text) FROM cronlock.run WHERE status = 'skipped'") <= 6
 
