@@ -21,7 +21,7 @@ class Failure:
     sqlstate: str | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Holder:
     """Who held the lock: one of our runs, or a backend that is not ours."""
 
