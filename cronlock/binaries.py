@@ -92,7 +92,8 @@ def major_version(binaries: Path) -> int:
     """The major version of the server in `binaries`. Raises `EmbeddedError` if it does not run here."""
     try:
         # The path is our own find, not a caller's text.
-        done = subprocess.run([binaries / "postgres", "--version"], capture_output=True, text=True, cwd="/")  # noqa: S603
+        command = [str(binaries / "postgres"), "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/")  # noqa: S603 - a list of our own
     except OSError as error:
         raise EmbeddedError(f"{binaries}/postgres does not run on this machine: {error}") from None
     match = re.search(r"PostgreSQL\) (\d+)", done.stdout)
