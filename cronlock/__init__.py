@@ -23,7 +23,7 @@ The layers, each of which imports only from those below it:
     seats
     lending | outcome
     tasks
-    config | embedded | schedule
+    config | embedded | revision | schedule
     cluster
     postmaster
     binaries
