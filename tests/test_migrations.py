@@ -193,6 +193,18 @@ def test_nothing_of_a_hostile_search_path_is_used_and_nothing_is_made_elsewhere(
     assert db.execute("SELECT count(*) FROM hostile.run").fetchone() == (0,)
 
 
+@pytest.mark.parametrize("schema", ["cronlock", 'Cron "Ops"'])
+def test_an_empty_search_path_is_enough(empty_url: str, db: Db, make_cron: Make, schema: str) -> None:
+    db.execute(f"ALTER DATABASE \"{db.info.dbname}\" SET search_path = ''")
+    migrate.migrate(empty_url, schema)
+    alembic(empty_url, schema, "downgrade", "base")
+    migrate.migrate(empty_url, schema)
+    assert set(objects(db)) == {schema}
+    statuses = asyncio.run(call_all(make_cron(database_url=empty_url, schema_name=schema)))
+    assert statuses == {"works": "completed", "raises": "failed", "hangs": "timed_out", "blocks": "completed"}
+    assert set(objects(db)) == {schema}
+
+
 async def call_all(cron: Cronlock) -> dict[str, str]:
     """Run a task of each kind; the statuses they ended with."""
 
