@@ -225,7 +225,7 @@ def test_twenty_processes_that_start_at_head_at_once_wait_for_nobody(empty_url: 
         began = time.monotonic()
         go(processes)
         found = results(processes)
-        assert time.monotonic() - began < 10, "it is the processors that they share"
+        assert time.monotonic() - began < 25, "it is the processors that they share"
     assert found == [[REVISION, REVISION]] * 20
 
 
