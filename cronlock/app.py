@@ -25,6 +25,7 @@ from cronlock.tasks import Registry, Task, declare
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from starlette.applications import Starlette
+    from starlette.types import ASGIApp
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -156,14 +157,18 @@ class Cronlock:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def app(self) -> "Starlette":
+    def app(self, *, fallback: "ASGIApp | None" = None, probes: bool = True) -> "Starlette":
         """An ASGI application with `/cron/{task}`, `/healthz` and `/readyz`; serve it or mount it.
 
-        Raises `ConfigError` if no usable CRON_SECRET is set.
+        - `fallback`: the ASGI application, such as Django's, that gets all other requests and WebSockets as they
+          came. Its lifespan, if it has one, is started before cronlock's and ended after it.
+        - `probes`: whether `/healthz` and `/readyz` are cronlock's; False if the fallback has its own.
+
+        Raises `ConfigError` if no usable CRON_SECRET is set, or if `fallback` is no ASGI application.
         """
         from cronlock.web import application
 
-        return application(self)
+        return application(self, fallback, has_probes=probes)
 
     @property
     def router(self) -> "APIRouter":
