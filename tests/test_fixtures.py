@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -53,6 +54,14 @@ def user(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A TMPDIR that the account of root's server can pass through."""
+    with tempfile.TemporaryDirectory(prefix="cronlock-tests-", ignore_cleanup_errors=True) as name:
+        Path(name).chmod(0o711)
+        yield Path(name)
+
+
 def write(user: Path, **modules: str) -> None:
     for name, text in modules.items():
         (user / f"{name}.py").write_text(textwrap.dedent(text))
@@ -60,7 +69,7 @@ def write(user: Path, **modules: str) -> None:
 
 def run_pytest(user: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "pytest", *arguments]
-    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(user.parent.parent / "compiled")}
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(user.parent / "compiled")}
     env = {**environment(), "TMPDIR": "/tmp", **compiled, **settings}
     env = {name: text for name, text in env.items() if not name.startswith(("PYTEST_", "COV_"))}
     return subprocess.run(command, cwd=user, env=env, capture_output=True, text=True, timeout=110, check=False)
@@ -97,10 +106,7 @@ def test_the_workers_of_xdist_share_a_server_that_is_named(user: Path, server: s
     assert passed(run_pytest(user, "-n", "2", CRONLOCK_TEST_DATABASE_URL=server)) >= 6
 
 
-def test_the_workers_of_xdist_have_a_server_each_and_leave_nothing(user: Path) -> None:
-    directory = user / "temporary"
-    directory.mkdir()
-    user.chmod(0o755)
+def test_the_workers_of_xdist_have_a_server_each_and_leave_nothing(user: Path, temporary: Path) -> None:
     write(
         user,
         shop=TASK,
@@ -116,12 +122,10 @@ def test_the_workers_of_xdist_have_a_server_each_and_leave_nothing(user: Path) -
             pathlib.Path(f"seen-{worker}").write_text(cronlock_server)
         """,
     )
-    for path in (user.parent, user.parent.parent, user):
-        path.chmod(path.stat().st_mode | 0o011)
-    done = run_pytest(user, "-n", "2", TMPDIR=str(directory))
+    done = run_pytest(user, "-n", "2", TMPDIR=str(temporary))
     assert passed(done) == 8
     assert len({path.read_text() for path in user.glob("seen-*")}) == 2
-    assert [path.name for path in directory.iterdir() if path.name.startswith("cronlock-")] == []
+    assert [path.name for path in temporary.iterdir() if path.name.startswith("cronlock-")] == []
 
 
 def test_every_test_has_a_database_of_its_own_and_the_cronlock_is_put_back(user: Path, server: str) -> None:
@@ -257,7 +261,7 @@ def test_who_asks_for_no_fixture_pays_nothing(user: Path) -> None:
     assert passed(run_pytest(user)) == 1
 
 
-def test_killed_tests_leave_no_server_running(user: Path) -> None:
+def test_killed_tests_leave_no_server_running(user: Path, temporary: Path) -> None:
     write(
         user,
         test_it="""
@@ -273,7 +277,7 @@ def test_killed_tests_leave_no_server_running(user: Path) -> None:
             time.sleep(60)
         """,
     )
-    env = {**environment(), "PYTHONPATH": str(PROJECT)}
+    env = {**environment(), "PYTHONPATH": str(PROJECT), "TMPDIR": str(temporary)}
     with Running("-m", "pytest", cwd=user, env=env, command=(sys.executable,)) as tests:
         until = time.monotonic() + 60
         while not (user / "pid").exists():
