@@ -91,4 +91,4 @@ class Life:
         """Let it return; one that has answered and goes on, or whose start was broken off, is cancelled."""
         await asyncio.wait((self._task,), timeout=0 if not self._has_started else 1)
         self._task.cancel()
-        await asyncio.wait((self._task,))
+        await asyncio.wait((self._task,), timeout=1)
