@@ -119,7 +119,7 @@ async def test_the_timer_closes_lost_runs_and_notices_a_changed_schema(make_cron
             with pytest.raises(Unavailable, match="revision 9999"):
                 await forever(cron)
         finally:
-            db.execute("UPDATE cronlock.alembic_version SET version_num = %s", (REVISION,))
+            db.execute(f"UPDATE cronlock.alembic_version SET version_num = '{REVISION}'")
         async with asyncio.timeout(10):
             while ("dead", "lost") not in counts(db):
                 await asyncio.sleep(0.02)

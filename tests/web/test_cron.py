@@ -483,7 +483,7 @@ async def test_an_unknown_schema_answers_503_with_the_command_that_mends_it(
             assert answer.json()["reason"].startswith("schema_")
             assert advice in answer.json()["message"]
             assert (await client.get("/readyz")).json() == {"status": "unavailable"}
-    db.execute("UPDATE cronlock.alembic_version SET version_num = %s", (REVISION,))
+    db.execute(f"UPDATE cronlock.alembic_version SET version_num = '{REVISION}'")
 
 
 async def test_a_full_pool_answers_503_and_harms_nobody(make_cron: Make, db: Db) -> None:
