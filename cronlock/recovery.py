@@ -33,7 +33,7 @@ async def recover(database: Database, statements: runs.Statements) -> list[Row]:
     for run_id, task, host, pid, *_ in rows:
         log.error(
             "%s was lost: process %s on %s was gone before it said how the run ended", task, pid, host,
-            extra={"event": "run.lost", "task": task, "runId": run_id, "status": "lost"},
+            extra={"event": "run.lost", "task": task, "runId": run_id, "status": "lost", "code": "process_gone"},
         )  # fmt: skip
     return rows
 

@@ -5,9 +5,12 @@ from collections.abc import Callable
 from json import dumps
 from typing import Any
 
-from cronlock.outcome import Outcome
+from cronlock.explain import code
+from cronlock.outcome import Failure, Outcome
 
 log = logging.getLogger("cronlock.run")
+
+GONE = Failure("ProcessGone", "the process or its connection was gone before it said how the run ended")
 
 straight: Callable[[int, str, str], bool] | None = None
 """Writes a line (its level, message and facts as the inside of a JSON object) where no other handler wants a record of
@@ -32,7 +35,7 @@ class Report:
 
     def lost(self, task: str, run_id: int, lock_key: int) -> None:
         """A run of some process was found lost by the one that has its lock now."""
-        outcome = Outcome(status="lost", task=task, run_id=run_id, duration_ms=0)
+        outcome = Outcome(status="lost", task=task, run_id=run_id, duration_ms=0, failure=GONE)
         self.line(logging.ERROR, "lost", outcome, lock_key)
 
     def facts(self, outcome: Outcome, lock_key: int) -> dict[str, Any]:
@@ -41,6 +44,7 @@ class Report:
             "task": outcome.task,
             "runId": outcome.run_id,
             "status": outcome.status,
+            "code": code(outcome),
             "reason": outcome.reason,
             "durationMs": outcome.duration_ms,
             "lockKey": lock_key,
@@ -54,7 +58,7 @@ class Report:
         error = dumps(explained(outcome), ensure_ascii=False) if outcome.failure else "null"
         return (
             f'"event":"run.{event}","task":"{outcome.task}","runId":{outcome.run_id},"status":"{outcome.status}",'
-            f'"reason":{reason},"durationMs":{outcome.duration_ms},"lockKey":{lock_key},'
+            f'"code":"{code(outcome)}","reason":{reason},"durationMs":{outcome.duration_ms},"lockKey":{lock_key},'
             f'"instance":"{self._instance}","error":{error}'
         )
 

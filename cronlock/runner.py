@@ -27,7 +27,7 @@ from cronlock.reporting import Report
 from cronlock.stopping import Stopper
 
 STOP_WAIT = 3.0
-SHUTDOWN = Stop("cancelled", "the server was shutting down")
+SHUTDOWN = Stop("cancelled", "the server was shutting down", "ShuttingDown")
 
 log = logging.getLogger("cronlock.run")
 

@@ -23,7 +23,7 @@ NOT_HELD = f"""NOT EXISTS (SELECT FROM pg_catalog.pg_locks l
          AND l.classid::bigint = r.lock_classid AND l.objid::bigint = r.lock_objid
          AND l.objsubid = r.lock_objsubid)"""
 
-LOST = """status = 'lost', finished_at = clock_timestamp(), error_type = 'LockLost',
+LOST = """status = 'lost', finished_at = clock_timestamp(), error_type = 'ProcessGone',
        error_message = 'the process or its connection was gone before it said how the run ended'"""
 
 # Its last column says whether a run of that lock is still `running`, which must be lost: see FREE.

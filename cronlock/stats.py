@@ -19,19 +19,46 @@ DURATION = "(extract(epoch FROM coalesce(r.finished_at, clock_timestamp()) - r.s
 
 RUNS = f"""
 SELECT r.id AS run_id, r.task, r.status, r.reason, r.trigger, r.caller, r.started_at, r.finished_at,
-       {DURATION} AS duration_ms, r.host, r.pid, r.blocked_by, r.error_type, r.error_message
+       {DURATION} AS duration_ms, r.host, r.pid, r.blocked_by, r.error_type, r.error_message, r.error_sqlstate
   FROM {{run}} r
  WHERE {{conditions}}
  ORDER BY r.id DESC
  LIMIT {{limit}}
 """
 
+STREAK_LIMIT = 1000
+"""Up to how many skips in a row are counted."""
+
+SAME_HOLDER = """n.status = 'skipped' AND n.reason = 'already_running'
+           AND n.blocked_by IS NOT DISTINCT FROM r.blocked_by AND n.holder_pid IS NOT DISTINCT FROM r.holder_pid
+           AND n.holder_application IS NOT DISTINCT FROM r.holder_application"""
+
+# A run's id is lower than those of the skips it causes; whatever else held the lock did so since the task's last run.
 RUN = f"""
 SELECT r.id AS run_id, r.*, {DURATION} AS duration_ms,
+       (extract(epoch FROM r.started_at - r.scheduled_for) * 1000)::bigint AS late_ms,
        b.task AS blocker_task, b.status AS blocker_status, b.host AS blocker_host, b.pid AS blocker_pid,
+       b.instance AS blocker_instance, b.backend_pid AS blocker_backend_pid, b.started_at AS blocker_started_at,
+       b.stopping_at AS blocker_stopping_at, b.finished_at AS blocker_finished_at,
        (extract(epoch FROM r.started_at - b.started_at) * 1000)::bigint AS blocker_elapsed_ms,
-       (extract(epoch FROM b.finished_at - r.started_at) * 1000)::bigint AS blocker_left_ms
-  FROM {{run}} r LEFT JOIN {{run}} b ON b.id = r.blocked_by
+       (extract(epoch FROM b.finished_at - r.started_at) * 1000)::bigint AS blocker_left_ms,
+       s.skips AS streak_skips, {STREAK_LIMIT} AS streak_limit,
+       (extract(epoch FROM r.started_at - s.first_at) * 1000)::bigint AS streak_ms
+  FROM {{run}} r
+  LEFT JOIN {{run}} b ON b.id = r.blocked_by
+  LEFT JOIN LATERAL (
+        SELECT coalesce(r.blocked_by, (SELECT n.id FROM {{run}} n
+                         WHERE n.task = r.task AND n.id < r.id AND n.status <> 'skipped'
+                         ORDER BY n.id DESC LIMIT 1), 0) AS id) since ON r.reason = 'already_running'
+  LEFT JOIN LATERAL (
+        SELECT n.id, n.started_at FROM {{run}} n
+         WHERE n.task = r.task AND n.id > since.id AND n.id <= r.id AND {SAME_HOLDER}
+         ORDER BY n.id LIMIT 1) first ON true
+  LEFT JOIN LATERAL (
+        SELECT count(*) AS skips, first.started_at AS first_at
+          FROM (SELECT FROM {{run}} n
+                 WHERE n.task = r.task AND n.id >= first.id AND n.id <= r.id AND {SAME_HOLDER}
+                 LIMIT {STREAK_LIMIT}) w) s ON first.id IS NOT NULL
  WHERE r.id = {{id}}
 """
 

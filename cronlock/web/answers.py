@@ -8,6 +8,7 @@ from typing import Any
 from starlette.types import Send
 
 from cronlock.errors import PayloadInvalid, Unavailable
+from cronlock.explain import code
 from cronlock.jsontext import clip
 from cronlock.outcome import Outcome
 
@@ -73,11 +74,12 @@ def of(outcome: Outcome, skip_status: int) -> Answer:
         return skipped(outcome, skip_status, headers)
     body: dict[str, Any] = {
         "status": outcome.status,
+        "code": code(outcome),
         "task": outcome.task,
         "runId": outcome.run_id,
         "durationMs": outcome.duration_ms,
     }
-    code = 503 if outcome.is_retry else STATUS[outcome.status]
+    http_status = 503 if outcome.is_retry else STATUS[outcome.status]
     if outcome.is_retry:
         headers.append((b"retry-after", str(outcome.retry_after).encode()))
     if outcome.failure is not None:
@@ -85,19 +87,19 @@ def of(outcome: Outcome, skip_status: int) -> Answer:
     text = dump(body)
     if outcome.status == "completed":
         text = f'{text[:-1]},"result":{shown(outcome.result)}}}'
-    return Answer(code, outcome.status, text.encode(), tuple(headers))
+    return Answer(http_status, outcome.status, text.encode(), tuple(headers))
 
 
-def skipped(outcome: Outcome, code: int, headers: list[tuple[bytes, bytes]]) -> Answer:
+def skipped(outcome: Outcome, http_status: int, headers: list[tuple[bytes, bytes]]) -> Answer:
     """The answer of a skip; there may be thousands a second, and all but the holder is safe in JSON as it is."""
-    if code != 200:
+    if http_status != 200:
         headers.append((b"retry-after", str(outcome.retry_after).encode()))
     holder = f',"holder":{dump(outcome.holder.as_json())}' if outcome.holder is not None else ""
     text = (
-        f'{{"status":"skipped","reason":"{outcome.reason}","task":"{outcome.task}","runId":{outcome.run_id},'
-        f'"durationMs":{outcome.duration_ms}{holder}}}'
+        f'{{"status":"skipped","code":"{outcome.reason}","reason":"{outcome.reason}","task":"{outcome.task}",'
+        f'"runId":{outcome.run_id},"durationMs":{outcome.duration_ms}{holder}}}'
     )
-    return Answer(code, "skipped", text.encode(), tuple(headers))
+    return Answer(http_status, "skipped", text.encode(), tuple(headers))
 
 
 def shown(result: str | None) -> str:
