@@ -15,8 +15,8 @@ The layers, each of which imports only from those below it:
     closing | stopping
     execution
     context | gate
-    background | recording | reporting | steering
-    explain | stats
+    background | inspecting | recording | reporting | steering
+    explain | metrics | stats
     runs
     locks
     database | migrate | models
@@ -27,7 +27,7 @@ The layers, each of which imports only from those below it:
     cluster
     postmaster
     binaries
-    conninfo | scrub | wire
+    conninfo | documents | scrub | wire
     jsontext
     errors
 """

@@ -230,7 +230,7 @@ class Attempts:
             holder=holder,
             retry_after=self._retry_after(call.task, holder),
         )
-        self._report.line(logging.INFO, "skipped", outcome, lock_key)
+        self._report.skipped(outcome, lock_key)
         return outcome
 
     def _retry_after(self, task: Task, holder: Holder | None) -> int:

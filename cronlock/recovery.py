@@ -1,4 +1,4 @@
-"""The timer of every server: close lost runs, prune old rows, look whether the schema is still ours.
+"""The timer of every server: close lost runs, prune old rows, say who is in the way, look at the schema.
 
 A lost run is a `running` row whose backend does not hold its lock. It is found by one statement over rows
 and pg_locks together, never by trying the lock, which would skip a caller for nothing.
@@ -10,13 +10,15 @@ import random
 
 import psycopg
 
-from cronlock import runs
+from cronlock import explain, runs, stats
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.readiness import Readiness
 from cronlock.runner import Runner
 from cronlock.wire import Row
 
+BLOCKED_AFTER = 60.0
+"""Seconds of skips by one holder after which it is said, and again each time they have doubled."""
 PRUNE_EVERY = 4
 PRUNE_BATCH = 1000
 BEGIN = (
@@ -71,6 +73,8 @@ class Timer:
         self._database = database
         self._runner = runner
         self._readiness = readiness
+        self._told: dict[tuple[str, int], float] = {}
+        """Of a task and the first skip of a row of them: how many milliseconds when it was last said."""
 
     async def run(self) -> None:
         """Forever, until cancelled."""
@@ -91,10 +95,31 @@ class Timer:
     async def _tick(self, ticks: int) -> None:
         statements = self._runner.statements
         await self._readiness.look()
-        await recover(self._database, statements)
+        lost = await recover(self._database, statements)
+        self._runner.metrics.recovered(len(lost))
+        await self._tell_blocked()
         names = list(self._runner.attempts.lock_keys)
         usual = await transact(self._database, statements.fill(runs.USUAL, names=names)) if names else []
         self._runner.attempts.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
         if ticks % PRUNE_EVERY == 0:
             while await prune(self._database, statements) == PRUNE_BATCH:
                 await asyncio.sleep(0.2)
+
+    async def _tell_blocked(self) -> None:
+        """Say which tasks one and the same holder keeps from running, as far as they are this process's."""
+        rows = await transact(self._database, self._runner.statements.fill(stats.BLOCKED))
+        found = [dict(zip(stats.BLOCKED_COLUMNS, row, strict=True)) for row in rows]
+        ours = [row for row in found if row["task"] in self._runner.attempts.lock_keys]
+        told, self._told = self._told, {}
+        for row in ours:
+            place = row["task"], row["first_skip"]
+            self._told[place] = told.get(place, 0.0)
+            if row["skipped_ms"] >= max(BLOCKED_AFTER * 1000, 2 * self._told[place]):
+                self._told[place] = row["skipped_ms"]
+                log.warning(
+                    "%s", explain.blocked(row),
+                    extra={
+                        "event": "task.blocked", "task": row["task"], "code": "already_running",
+                        "blockedBy": row["blocked_by"], "holderPid": row["holder_pid"], "skippedMs": row["skipped_ms"],
+                    },
+                )  # fmt: skip

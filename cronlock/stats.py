@@ -1,8 +1,9 @@
-"""What the commands show: reads over task, run and the two views, each one statement.
+"""What the commands, the admin routes and the metrics show: reads over task, run and the two views.
 
 Rows are dictionaries in the order in which their columns are shown; moments are in the session's time zone.
 """
 
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,10 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from cronlock.runs import HERE
+from cronlock.runs import HERE, NOT_HELD
+
+STATEMENT_TIMEOUT = ContextVar("STATEMENT_TIMEOUT", default="30s")
+"""How long one statement of `read` may take; the admin routes give less."""
 
 Row = dict[str, Any]
 Connection = psycopg.Connection[Any]
@@ -91,7 +95,85 @@ SELECT v.lock_key, v.lock_name, v.task, v.run_id, v.started_at,
            AND l.objid::bigint = v.lock_key & 4294967295
          LIMIT 1) x ON true
  ORDER BY held_ms DESC NULLS LAST
+ LIMIT {{limit}}
 """
+
+# What keeps a task from running now: the task's last row is a skip by a holder that still holds the lock.
+BLOCKED = f"""
+SELECT r.task, r.blocked_by, r.holder_pid, r.holder_application, first.id AS first_skip,
+       (extract(epoch FROM r.started_at - first.started_at) * 1000)::bigint AS skipped_ms
+  FROM {{task}} t
+ CROSS JOIN LATERAL (
+        SELECT n.* FROM {{run}} n WHERE n.task = t.name ORDER BY n.id DESC LIMIT 1) r
+ CROSS JOIN LATERAL (
+        SELECT coalesce(r.blocked_by, (SELECT n.id FROM {{run}} n
+                         WHERE n.task = r.task AND n.id < r.id AND n.status <> 'skipped'
+                         ORDER BY n.id DESC LIMIT 1), 0) AS id) since
+ CROSS JOIN LATERAL (
+        SELECT n.id, n.started_at FROM {{run}} n
+         WHERE n.task = r.task AND n.id > since.id AND n.id <= r.id AND {SAME_HOLDER}
+         ORDER BY n.id LIMIT 1) first
+ WHERE r.status = 'skipped' AND r.reason = 'already_running'
+   AND CASE WHEN r.blocked_by IS NOT NULL
+            THEN EXISTS (SELECT FROM {{run}} b WHERE b.id = r.blocked_by AND b.status = 'running')
+            ELSE EXISTS (SELECT FROM pg_catalog.pg_locks l
+                          WHERE l.locktype = 'advisory' AND l.granted AND l.pid IS NOT DISTINCT FROM r.holder_pid
+                            AND l.database = {HERE} AND l.classid::bigint = r.lock_classid
+                            AND l.objid::bigint = r.lock_objid AND l.objsubid = r.lock_objsubid) END
+"""
+
+BLOCKED_COLUMNS = ("task", "blocked_by", "holder_pid", "holder_application", "first_skip", "skipped_ms")
+
+GAUGES = {
+    "tasks": """
+SELECT t.name AS task, t.paused_at IS NOT NULL AS is_paused,
+       extract(epoch FROM last.started_at)::float8 AS last_started,
+       extract(epoch FROM good.finished_at)::float8 AS last_completed
+  FROM {task} t
+  LEFT JOIN LATERAL (
+        SELECT n.started_at FROM {run} n
+         WHERE n.task = t.name AND n.status <> 'skipped' ORDER BY n.id DESC LIMIT 1) last ON true
+  LEFT JOIN LATERAL (
+        SELECT n.finished_at FROM {run} n
+         WHERE n.task = t.name AND n.status = 'completed' ORDER BY n.id DESC LIMIT 1) good ON true
+ ORDER BY t.name""",
+    # A row whose lock is free is not running any more, whether its loss has been noticed or not.
+    "running": f"""
+SELECT t.name AS task, count(r.id) FILTER (WHERE NOT r.is_gone) AS running,
+       count(r.id) FILTER (WHERE r.is_gone) AS gone,
+       count(r.id) FILTER (WHERE r.stopping_at IS NOT NULL AND NOT r.is_gone) AS stopping,
+       coalesce(max(r.age) FILTER (WHERE NOT r.is_gone), 0) AS longest
+  FROM {{task}} t
+  LEFT JOIN (
+        SELECT r.id, r.task, r.stopping_at, {NOT_HELD} AS is_gone,
+               extract(epoch FROM clock_timestamp() - r.started_at)::float8 AS age
+          FROM {{run}} r WHERE r.status = 'running') r ON r.task = t.name
+ GROUP BY t.name ORDER BY t.name""",
+    "blocked": BLOCKED,
+    "lost": """
+SELECT count(*) AS lost FROM {run} r
+ WHERE r.status = 'lost' AND r.finished_at > clock_timestamp() - interval '1 day'""",
+    "rows": """
+SELECT greatest(c.reltuples::float8, pg_stat_get_live_tuples(c.oid)::float8, 0) AS rows,
+       pg_table_size(c.oid) + pg_indexes_size(c.oid) AS bytes
+  FROM pg_class c WHERE c.oid = {run_name}::regclass""",
+    # What keeps VACUUM from removing old rows of this database: snapshots and open writes, by who has them.
+    "xmin": """
+SELECT CASE WHEN a.application_name LIKE 'cronlock:%' THEN 'run'
+            WHEN a.application_name LIKE 'cronlock%' THEN 'cronlock' ELSE 'other' END AS held_by,
+       max(greatest(age(a.backend_xmin), age(a.backend_xid)))::float8 AS age
+  FROM pg_stat_activity a
+ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
+   AND (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL)
+ GROUP BY 1
+ UNION ALL
+SELECT 'prepared', max(age(p.transaction))::float8 FROM pg_prepared_xacts p
+ WHERE p.database = current_database() HAVING count(*) > 0""",
+}
+"""What /metrics reads, all in one message."""
+
+GAUGES_TIMEOUT = "2s"
+LOCKS_AT_ONCE = 1000
 
 
 def runs(
@@ -132,9 +214,35 @@ def task_names(connection: Connection, schema: str) -> list[str]:
     return [row["name"] for row in read(connection, "SELECT name FROM {task} ORDER BY name", schema)]
 
 
-def locks(connection: Connection, schema: str) -> list[Row]:
+def locks(connection: Connection, schema: str, *, limit: int = LOCKS_AT_ONCE) -> list[Row]:
     """Who holds an advisory lock of this database, oldest first; prepared transactions have no backend."""
-    return read(connection, LOCKS, schema)
+    return read(connection, LOCKS, schema, limit=limit)
+
+
+def gauges(connection: Connection, schema: str) -> dict[str, list[Row]]:
+    """What the database says for the metrics, by the names of `GAUGES`: one message, two seconds at most."""
+    texts = [
+        sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"),
+        sql.SQL(
+            "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),"
+            " pg_catalog.set_config('statement_timeout', {}, true), pg_catalog.set_config('lock_timeout', '1s', true)"
+        ).format(GAUGES_TIMEOUT),
+        *(sql.SQL(text).format(**names_of(schema)) for text in GAUGES.values()),
+        sql.SQL("COMMIT"),
+    ]
+    cursor = psycopg.ClientCursor(connection, row_factory=dict_row)
+    try:
+        cursor.execute(sql.SQL("; ").join(texts))
+    except psycopg.Error:
+        if not connection.closed:
+            connection.rollback()
+        raise
+    cursor.nextset()
+    found: dict[str, list[Row]] = {}
+    for name in GAUGES:
+        cursor.nextset()
+        found[name] = cursor.fetchall()
+    return found
 
 
 def revision(connection: Connection, schema: str) -> str | None:
@@ -145,13 +253,19 @@ def revision(connection: Connection, schema: str) -> str | None:
 
 def read(connection: Connection, text: str, schema: str, **values: Any) -> list[Row]:
     """The rows of a statement over the schema's tables, in a transaction of its own; also of one that writes."""
-    tables = ("run", "task", "task_health", "lock_holder", "alembic_version")
-    names = {name: sql.Identifier(schema, name) for name in tables}
     with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
         cursor.execute(
             "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),"
-            " pg_catalog.set_config('statement_timeout', '30s', true),"
-            " pg_catalog.set_config('lock_timeout', '5s', true)"
+            " pg_catalog.set_config('statement_timeout', %s, true),"
+            " pg_catalog.set_config('lock_timeout', '5s', true)",
+            (STATEMENT_TIMEOUT.get(),),
         )
-        cursor.execute(sql.SQL(text).format(**names, **values))
+        cursor.execute(sql.SQL(text).format(**names_of(schema), **values))
         return cursor.fetchall()
+
+
+def names_of(schema: str) -> dict[str, sql.Composable]:
+    """The schema's tables and views, by the names in the statements."""
+    tables = ("run", "task", "task_health", "lock_holder", "alembic_version")
+    run = sql.Identifier(schema, "run")
+    return {**{name: sql.Identifier(schema, name) for name in tables}, "run_name": sql.Literal(run.as_string(None))}

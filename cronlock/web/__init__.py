@@ -1,4 +1,4 @@
-"""The HTTP side: `/cron/{task}`, and two probes that are open and say nothing."""
+"""The HTTP side: `/cron/{task}`, the admin routes, and two probes that are open and say nothing."""
 
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cronlock.errors import CronlockError, Unavailable
+from cronlock.web.admin import endpoints
 from cronlock.web.cron import CronEndpoint
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def application(cron: "Cronlock") -> Starlette:
     app = Starlette(
         routes=[
             Route("/cron/{task:path}", CronEndpoint(cron)),
+            *(Route(path, endpoint) for path, endpoint in endpoints(cron)),
             Route("/healthz", healthz),
             Route("/readyz", readyz),
         ],

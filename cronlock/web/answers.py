@@ -11,6 +11,7 @@ from cronlock.errors import PayloadInvalid, Unavailable
 from cronlock.explain import code
 from cronlock.jsontext import clip
 from cronlock.outcome import Outcome
+from cronlock.web.auth import CHALLENGE
 
 RESULT_LIMIT = 3000
 FIELDS_LIMIT = 3000
@@ -27,11 +28,12 @@ class Answer:
     status: str
     body: bytes
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    content_type: bytes = b"application/json"
 
     async def send(self, send: Send, *, is_head: bool = False) -> None:
         """Send it; an answer to HEAD has no body."""
         headers = [
-            (b"content-type", b"application/json"),
+            (b"content-type", self.content_type),
             (b"content-length", b"%d" % len(self.body)),
             (b"cache-control", b"no-store"),
             (b"cronlock-status", self.status.encode()),
@@ -44,6 +46,11 @@ class Answer:
 def plain(code: int, status: str, headers: Iterable[tuple[bytes, bytes]] = (), **facts: Any) -> Answer:
     """An answer about a call that became no run."""
     return Answer(code, status, dump({"status": status, **facts}).encode(), tuple(headers))
+
+
+def unauthorized(refusal: str) -> Answer:
+    """No secret, or none of those that open this route; only the header tells which."""
+    return plain(401, "unauthorized", [(b"www-authenticate", CHALLENGE[refusal])])
 
 
 def invalid(error: PayloadInvalid) -> Answer:
