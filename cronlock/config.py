@@ -409,6 +409,15 @@ class Settings(BaseSettings):
         self.require_secrets()
         return _texts(self.admin_secrets), _texts(self.admin_read_secrets)
 
+    def retentions(self) -> dict[str, float]:
+        """How many seconds rows are kept, by status: `failed` stands for all others; and the `shortest` of them."""
+        kept = {
+            "skipped": self.retention_skipped.total_seconds(),
+            "completed": self.retention_completed.total_seconds(),
+            "failed": self.retention_failed.total_seconds(),
+        }
+        return {**kept, "shortest": min(kept.values())}
+
     def describe(self) -> dict[str, str]:
         """Every setting by its name, as text that may be printed: secrets and passwords are masked."""
         return {

@@ -22,7 +22,7 @@ from cronlock.explain import span
 from tests import SECRET, Db, rows, value
 from tests.commands import APP, COMMAND, Running, cronlock, environment
 
-COMMANDS = ("dev", "serve", "run", "migrate", "secret", "tasks", "locks", "pause", "resume", "recover")
+COMMANDS = ("dev", "serve", "run", "migrate", "secret", "tasks", "locks", "pause", "resume", "recover", "prune")
 GROUPED = ("runs list", "runs show", "runs why", "runs cancel")
 HEAVY = {"psycopg", "sqlalchemy", "uvicorn", "pydantic", "alembic", "starlette", "cronlock.app"}
 UNREACHABLE = "postgresql://someone:hidden-word@127.0.0.1:1/x"

@@ -386,5 +386,4 @@ def test_counting_a_skip_costs_far_less_than_its_line() -> None:
     metrics = Metrics(Registry())
     counting = min(timeit.repeat(lambda: metrics.skipped("nightly", "already_running", 3), number=20_000, repeat=5))
     telling = min(timeit.repeat(lambda: report.facts(outcome, 1), number=20_000, repeat=5))
-    assert counting / 20_000 < 2e-6
     assert counting < 3 * telling
