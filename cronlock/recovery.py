@@ -99,7 +99,7 @@ class Timer:
         await self._tell_blocked()
         names = list(self._runner.attempts.lock_keys)
         usual = await transact(self._database, statements.fill(runs.USUAL, names=names)) if names else []
-        self._runner.attempts.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
+        self._runner.attempts.skips.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
         await self._prune()
 
     async def _tell_blocked(self) -> None:
