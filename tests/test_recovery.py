@@ -14,6 +14,7 @@ import pytest
 
 from cronlock import Cronlock, Run, Unavailable, models, recovery, runs
 from cronlock.app import Process
+from tests import value
 from tests.commands import Running, cronlock, environment
 
 pytestmark = pytest.mark.anyio
@@ -176,45 +177,47 @@ def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 async def test_a_million_old_rows_go_in_short_transactions_while_calls_go_on(
     make_cron: Make, database_url: str, db: Db, tmp_path: Path
 ) -> None:
-    """Two commands and a server's timer prune; one command is killed in the middle."""
+    """Two commands prune; one is killed in the middle, and the other goes on."""
     for number in range(50):
         old(db, f"rare-{number}", "completed", "300 days")
     for status, number in (("skipped", 800_000), ("completed", 150_000), ("failed", 50_000)):
         old(db, "busy", status, "200 days", number)
-    old(db, "busy", "running", "200 days")
     old(db, "busy", "skipped", "1 hour", 5000)
     db.execute("ANALYZE cronlock.run")
-    db.execute("ALTER DATABASE " + str(db.info.dbname) + " SET statement_timeout = '5s'")
-    cron = make_cron(recover_interval="200ms")
+    db.execute(f"ALTER DATABASE {db.info.dbname} SET statement_timeout = '5s'")
+    first_left = "SELECT min(id) FROM cronlock.run WHERE task = 'busy'"
+    cron = make_cron(recover_interval="1h")
     cron.task("nightly")(lambda run: None)
     env = environment(DATABASE_URL=database_url)
-    slowest = 0.0
+    durations: list[float] = []
+
+    async def call() -> None:
+        started = time.monotonic()
+        assert (await cron.run("nightly")).status == "completed"
+        durations.append(time.monotonic() - started)
+        await asyncio.sleep(0.05)
+
     async with cron:
         with Running("prune", cwd=tmp_path, env=env) as first, Running("prune", cwd=tmp_path, env=env) as second:
-            while (left := counts(db)[("busy", "skipped")]) > 600_000:
-                started = time.monotonic()
-                assert (await cron.run("nightly")).status == "completed"
-                slowest = max(slowest, time.monotonic() - started)
+            while (reached := value(db, first_left)) < 200_000:
+                await call()
             first.send(signal.SIGTERM)
             assert first.ends() != 0
-            assert counts(db)[("busy", "skipped")] <= left, "what it deleted stays deleted"
+            assert value(db, first_left) >= reached, "what it deleted stays deleted"
             while second.process.poll() is None:
-                started = time.monotonic()
-                assert (await cron.run("nightly")).status == "completed"
-                slowest = max(slowest, time.monotonic() - started)
-            assert second.ends() == 0, second.said
-    assert slowest < 1.0
+                await call()
+            assert second.process.returncode == 0, second.said
+    assert sorted(durations)[len(durations) * 95 // 100] < 0.5
     found = counts(db)
     assert sum(number for (task, _), number in found.items() if task.startswith("rare-")) == 50
-    # The row that said `running` was closed by the timer, and is the last run of its task now.
     assert {key: number for key, number in found.items() if key[0] == "busy"} == {
         ("busy", "skipped"): 5000,
         ("busy", "completed"): 1,
-        ("busy", "lost"): 1,
+        ("busy", "failed"): 1,
     }
 
 
