@@ -282,10 +282,12 @@ kept AS MATERIALIZED (
       FROM (SELECT DISTINCT d.task FROM due d WHERE d.status <> 'skipped') t
       LEFT JOIN LATERAL (
             SELECT n.id FROM {run} n
-             WHERE n.task = t.task AND n.status <> 'skipped' ORDER BY n.id DESC LIMIT 1) last ON true
+             WHERE n.task >= t.task AND n.task <= t.task AND n.status <> 'skipped'
+             ORDER BY n.task, n.id DESC LIMIT 1) last ON true
       LEFT JOIN LATERAL (
             SELECT n.id FROM {run} n
-             WHERE n.task = t.task AND n.status = 'completed' ORDER BY n.id DESC LIMIT 1) good ON true),
+             WHERE n.task >= t.task AND n.task <= t.task AND n.status = 'completed'
+             ORDER BY n.task, n.id DESC LIMIT 1) good ON true),
 old AS MATERIALIZED (
     SELECT d.id, d.status FROM due d LEFT JOIN kept k ON k.task = d.task
      WHERE d.status = 'skipped' OR (d.id < k.last_id AND d.id IS DISTINCT FROM k.good_id))"""

@@ -1,5 +1,10 @@
 """What the commands, the admin routes and the metrics show: reads over task, run and the two views.
 
+The newest rows of a task are asked for as `task >= x AND task <= x ORDER BY task, id DESC`, which only an index by
+task and id can give. Asked for as `task = x
+ ORDER BY id DESC`, the planner may walk through the ids of all tasks, past
+a million skips of another.
+
 Rows are dictionaries in the order in which their columns are shown; moments are in the session's time zone.
 """
 
@@ -28,7 +33,7 @@ RUNS = f"""
 SELECT {COLUMNS}
   FROM {{run}} r
  WHERE {{conditions}}
- ORDER BY r.id DESC
+ ORDER BY {{order}}r.id DESC
  LIMIT {{limit}}
 """
 
@@ -42,7 +47,8 @@ WITH RECURSIVE named AS (
 SELECT {COLUMNS}
   FROM named
  CROSS JOIN LATERAL (
-        SELECT r.* FROM {{run}} r WHERE r.task = named.task AND {{conditions}} ORDER BY r.id DESC LIMIT {{limit}}) r
+        SELECT r.* FROM {{run}} r WHERE r.task >= named.task AND r.task <= named.task AND {{conditions}}
+         ORDER BY r.task, r.id DESC LIMIT {{limit}}) r
  ORDER BY r.id DESC
  LIMIT {{limit}}
 """
@@ -69,12 +75,12 @@ SELECT r.id AS run_id, r.*, {DURATION} AS duration_ms,
   LEFT JOIN {{run}} b ON b.id = r.blocked_by
   LEFT JOIN LATERAL (
         SELECT coalesce(r.blocked_by, (SELECT n.id FROM {{run}} n
-                         WHERE n.task = r.task AND n.id < r.id AND n.status <> 'skipped'
-                         ORDER BY n.id DESC LIMIT 1), 0) AS id) since ON r.reason = 'already_running'
+                         WHERE n.task >= r.task AND n.task <= r.task AND n.id < r.id AND n.status <> 'skipped'
+                         ORDER BY n.task, n.id DESC LIMIT 1), 0) AS id) since ON r.reason = 'already_running'
   LEFT JOIN LATERAL (
         SELECT n.id, n.started_at FROM {{run}} n
-         WHERE n.task = r.task AND n.id > since.id AND n.id <= r.id AND {SAME_HOLDER}
-         ORDER BY n.id LIMIT 1) first ON true
+         WHERE n.task >= r.task AND n.task <= r.task AND n.id > since.id AND n.id <= r.id AND {SAME_HOLDER}
+         ORDER BY n.task DESC, n.id LIMIT 1) first ON true
   LEFT JOIN LATERAL (
         SELECT count(*) AS skips, first.started_at AS first_at
           FROM (SELECT FROM {{run}} n
@@ -98,14 +104,17 @@ SELECT t.name AS task, t.schedule, t.timezone, t.mode, t.lock_name, t.lock_key,
   FROM {{task}} t
   LEFT JOIN LATERAL (
         SELECT r.id, r.status, r.started_at, r.finished_at FROM {{run}} r
-         WHERE r.task = t.name AND r.status <> 'skipped' ORDER BY r.id DESC LIMIT 1) last ON true
+         WHERE r.task >= t.name AND r.task <= t.name AND r.status <> 'skipped'
+          ORDER BY r.task, r.id DESC LIMIT 1) last ON true
   LEFT JOIN LATERAL (
         SELECT r.finished_at FROM {{run}} r
-         WHERE r.task = t.name AND r.status = 'completed' ORDER BY r.id DESC LIMIT 1) good ON true
+         WHERE r.task >= t.name AND r.task <= t.name AND r.status = 'completed'
+          ORDER BY r.task, r.id DESC LIMIT 1) good ON true
   CROSS JOIN LATERAL (
         SELECT count(*) AS calls, count(*) FILTER (WHERE w.status = 'skipped') AS skipped
           FROM (SELECT r.status FROM {{run}} r
-                 WHERE r.task = t.name AND r.status <> 'running' ORDER BY r.id DESC LIMIT {LAST}) w) calls
+                 WHERE r.task >= t.name AND r.task <= t.name AND r.status <> 'running'
+                  ORDER BY r.task, r.id DESC LIMIT {LAST}) w) calls
   CROSS JOIN LATERAL (
         SELECT count(*) AS runs, count(*) FILTER (WHERE w.status = 'completed') AS completed,
                percentile_disc(0.5) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
@@ -113,8 +122,8 @@ SELECT t.name AS task, t.schedule, t.timezone, t.mode, t.lock_name, t.lock_key,
                percentile_disc(0.95) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
                    FILTER (WHERE w.status = 'completed') AS p95_duration
           FROM (SELECT r.status, r.started_at, r.finished_at FROM {{run}} r
-                 WHERE r.task = t.name AND r.status NOT IN ('running', 'skipped')
-                 ORDER BY r.id DESC LIMIT {LAST}) w) runs
+                 WHERE r.task >= t.name AND r.task <= t.name AND r.status NOT IN ('running', 'skipped')
+                 ORDER BY r.task, r.id DESC LIMIT {LAST}) w) runs
  ORDER BY t.name
 """
 
@@ -146,15 +155,15 @@ SELECT r.task, r.blocked_by, r.holder_pid, r.holder_application, first.id AS fir
        (extract(epoch FROM r.started_at - first.started_at) * 1000)::bigint AS skipped_ms
   FROM {{task}} t
  CROSS JOIN LATERAL (
-        SELECT n.* FROM {{run}} n WHERE n.task = t.name ORDER BY n.id DESC LIMIT 1) r
+        SELECT n.* FROM {{run}} n WHERE n.task >= t.name AND n.task <= t.name ORDER BY n.task, n.id DESC LIMIT 1) r
  CROSS JOIN LATERAL (
         SELECT coalesce(r.blocked_by, (SELECT n.id FROM {{run}} n
-                         WHERE n.task = r.task AND n.id < r.id AND n.status <> 'skipped'
-                         ORDER BY n.id DESC LIMIT 1), 0) AS id) since
+                         WHERE n.task >= r.task AND n.task <= r.task AND n.id < r.id AND n.status <> 'skipped'
+                         ORDER BY n.task, n.id DESC LIMIT 1), 0) AS id) since
  CROSS JOIN LATERAL (
         SELECT n.id, n.started_at FROM {{run}} n
-         WHERE n.task = r.task AND n.id > since.id AND n.id <= r.id AND {SAME_HOLDER}
-         ORDER BY n.id LIMIT 1) first
+         WHERE n.task >= r.task AND n.task <= r.task AND n.id > since.id AND n.id <= r.id AND {SAME_HOLDER}
+         ORDER BY n.task DESC, n.id LIMIT 1) first
  WHERE r.status = 'skipped' AND r.reason = 'already_running'
    AND CASE WHEN r.blocked_by IS NOT NULL
             THEN EXISTS (SELECT FROM {{run}} b WHERE b.id = r.blocked_by AND b.status = 'running')
@@ -174,10 +183,12 @@ SELECT t.name AS task, t.paused_at IS NOT NULL AS is_paused,
   FROM {task} t
   LEFT JOIN LATERAL (
         SELECT n.started_at FROM {run} n
-         WHERE n.task = t.name AND n.status <> 'skipped' ORDER BY n.id DESC LIMIT 1) last ON true
+         WHERE n.task >= t.name AND n.task <= t.name AND n.status <> 'skipped'
+          ORDER BY n.task, n.id DESC LIMIT 1) last ON true
   LEFT JOIN LATERAL (
         SELECT n.finished_at FROM {run} n
-         WHERE n.task = t.name AND n.status = 'completed' ORDER BY n.id DESC LIMIT 1) good ON true
+         WHERE n.task >= t.name AND n.task <= t.name AND n.status = 'completed'
+          ORDER BY n.task, n.id DESC LIMIT 1) good ON true
  ORDER BY t.name""",
     # A row whose lock is free is not running any more, whether its loss has been noticed or not.
     "running": f"""
@@ -231,8 +242,7 @@ def runs(
     """Runs, newest first; `before` continues after the run of that id."""
     conditions: list[sql.Composable] = [sql.SQL("true")]
     if task is not None:
-        # Not as a constant: for a task with many rows the planner would look for them by their ids alone.
-        conditions.append(sql.SQL("r.task = (SELECT {}::text)").format(task))
+        conditions.append(sql.SQL("r.task >= {task} AND r.task <= {task}").format(task=task))
     if status is not None:
         conditions.append(sql.SQL("r.status = {}").format(status))
     if since is not None:
@@ -240,7 +250,8 @@ def runs(
     if before is not None:
         conditions.append(sql.SQL("r.id < {}").format(before))
     text = COMPLETED if status == "completed" and task is None else RUNS
-    return read(connection, text, schema, conditions=sql.SQL(" AND ").join(conditions), limit=limit)
+    order = sql.SQL("r.task, " if task is not None else "")
+    return read(connection, text, schema, conditions=sql.SQL(" AND ").join(conditions), order=order, limit=limit)
 
 
 def run(connection: Connection, schema: str, run_id: int) -> Row | None:

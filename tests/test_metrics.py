@@ -178,6 +178,8 @@ async def test_skips_in_a_row_count_for_as_long_as_their_holder_is_there(
                     "UPDATE cronlock.run SET started_at = now() - make_interval(secs => %s) WHERE id = %s", (ago, skip)
                 )
             assert (of(await scrape(client), name, task="nightly") or 0) == pytest.approx(300, abs=1)
+            db.execute("UPDATE cronlock.run SET status = 'failed', finished_at = now() WHERE id = %s", (run_id,))
+            assert of(await scrape(client), name, task="nightly") == 0, "the holder has ended"
         assert of(await scrape(client), name, task="failing") == 0
 
 
