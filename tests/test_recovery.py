@@ -12,8 +12,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from cronlock import Cronlock, Run, Unavailable, models, recovery, runs
+from cronlock import Cronlock, Run, Unavailable, recovery, runs
 from cronlock.app import Process
+from cronlock.models import REVISION
 from tests import value
 from tests.commands import Running, cronlock, environment
 
@@ -261,7 +262,7 @@ async def test_the_timer_closes_lost_runs_and_notices_a_changed_schema(make_cron
             with pytest.raises(Unavailable, match="revision 9999"):
                 await forever(cron)
         finally:
-            db.execute("UPDATE cronlock.alembic_version SET version_num = '" + models.REVISION + "'")
+            db.execute(f"UPDATE cronlock.alembic_version SET version_num = '{REVISION}'")
         async with asyncio.timeout(10):
             while ("dead", "lost") not in counts(db):
                 await asyncio.sleep(0.02)
