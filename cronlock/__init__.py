@@ -15,8 +15,8 @@ The layers, each of which imports only from those below it:
     closing | skips | stopping
     execution
     context | gate | guard
-    background | recording | reporting | steering
-    explain | stats
+    background | inspecting | recording | reporting | steering
+    explain | metrics | stats
     runs
     locks
     template
@@ -29,7 +29,7 @@ The layers, each of which imports only from those below it:
     cluster
     postmaster
     binaries
-    conninfo | lines | scrub | wire
+    conninfo | documents | lines | scrub | wire
     jsontext
     errors
 """

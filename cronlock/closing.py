@@ -160,7 +160,10 @@ class Closer:
             if status not in (None, "running"):
                 if status == "completed":
                     return execution.outcome("completed", result=result)
-                return execution.outcome("lost", failure=failure(lost(execution.task.is_guarded), self._scrub))
+                why = failure(lost(execution.task.is_guarded), self._scrub)
+                # The row is to say what is answered, whoever wrote `lost` first.
+                await asyncio.wait((self.end_row(execution.call.nonce, "lost", why),), timeout=RECORD_WAIT)
+                return execution.outcome("lost", failure=why)
             if time.monotonic() - started > OUTCOME_WAIT:
                 self._reply_unknown(execution)
             await asyncio.sleep(0.05 if time.monotonic() - started < 2 else 0.5)
