@@ -104,7 +104,7 @@ def count(rig: Rig) -> list[trips.Count] | str:
 
 
 def measure(rig: Rig, scale: Scale, wanted: list[Row], times: int, seconds: int) -> list[Round]:
-    """Every reading that the rows need, `times` rounds of each stage's after one to warm up (none in the short form)."""
+    """Every reading that the rows need: `times` rounds of each stage, after one to warm up but in the short form."""
     if not wanted:
         return []
     needed = {*ALWAYS, *(name for row in wanted for name in row.arms)}
