@@ -61,8 +61,8 @@ class Storm:
 
     route: str
     tasks: list[str]
-    status: str | None = None
-    """The status of the row that every answer must have left; None for peers, which leave none."""
+    row: str | None = None
+    """The status of the row that every answer must have left, of a skip its reason; None for peers."""
     is_own: bool = False
     """Each task has one connection that calls only this one, so that no two calls of one task meet; else there are
     32, which go through all tasks."""
@@ -112,13 +112,13 @@ class Storm:
             server_us,
             postgres_us,
             rows=sum(written.values()),
-            answers=answers if self.status else 0,
+            answers=answers if self.row else 0,
         )
 
     def _check(self, load: Load, answers: int, written: dict[str, int]) -> None:
         if load.refused or load.broken or not answers:
             raise Wrong(f"/{self.route}: {load.refused} answers were no success, {load.broken} connections broke")
-        expected = {self.status: answers} if self.status else {}
+        expected = {self.row: answers} if self.row else {}
         if written != expected:
             raise Wrong(f"/{self.route}: {answers} answers, but these rows: {written}")
         if not answers - names.CONNECTIONS <= load.requests <= answers:
@@ -140,7 +140,7 @@ class Grown:
         """As many bursts as are needed; raises `Wrong`."""
         answers = rows = 0
         while answers < self.skips:
-            reading = Storm("cron", names.HELD, "skipped", server=self.server).read(rig, self.burst)
+            reading = Storm("cron", names.HELD, "already_running", server=self.server).read(rig, self.burst)
             answers += reading.answers
             rows += reading.rows
         return Reading(machine.resident_mib(rig.servers[self.server].pid), "MiB", rows=rows, answers=answers)
@@ -151,7 +151,8 @@ class Locked:
     """Lock transactions that 32 callers in the server's own event loop make, each on a key of its own."""
 
     what: str
-    status: str | None = None
+    row: str | None = None
+    """As of `Storm`."""
 
     def read(self, rig: Rig, seconds: float) -> Reading:
         """As many as there can be in `seconds`; raises `Wrong`."""
@@ -161,7 +162,7 @@ class Locked:
         made, elapsed, before = json.loads(server.get(f"/-/locking/{self.what}/{seconds}")[1])
         server_us, postgres_us = spent.us(made + before)
         written = server.written_since(newest)
-        if written != ({self.status: made + before} if self.status else {}):
+        if written != ({self.row: made + before} if self.row else {}):
             raise Wrong(f"{self.what}: {made + before} lock transactions, but these rows: {written}")
         return Reading(made / elapsed, "/s", None, server_us, postgres_us)
 

@@ -90,11 +90,11 @@ class Server:
         return int(row[0])
 
     def written_since(self, run_id: int) -> dict[str, int]:
-        """How many runs there are above an id, by status."""
+        """How many runs there are above an id, by status; skips by their reason."""
         rows = self.connection.execute(
-            "SELECT status, count(*) FROM cronlock.run WHERE id > %s GROUP BY status", (run_id,)
+            "SELECT coalesce(reason, status), count(*) FROM cronlock.run WHERE id > %s GROUP BY 1", (run_id,)
         ).fetchall()
-        return {str(status): int(number) for status, number in rows}
+        return {str(what): int(number) for what, number in rows}
 
     def cpu_seconds(self) -> float:
         """The CPU time that the process has used so far."""

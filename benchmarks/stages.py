@@ -91,13 +91,13 @@ def stages(scale: Scale) -> list[Stage]:
             {
                 DISK: Disk(),
                 "nothing, 1 lock": Storm("auth", ONE),
-                "skip, 1 lock": Storm("cron", ONE, "skipped"),
-                "skip, 1 lock, no log": Storm("cron", ONE, "skipped", is_logging=False),
+                "skip, 1 lock": Storm("cron", ONE, "already_running"),
+                "skip, 1 lock, no log": Storm("cron", ONE, "already_running", is_logging=False),
                 "redis, 1 lock": Storm("redis", ONE),
                 "redis shared, 1 lock": Storm("redis-shared", ONE),
                 "nothing, 32 locks": Storm("auth", names.HELD),
-                "skip, 32 locks": Storm("cron", names.HELD, "skipped"),
-                "duplicate, 32 tasks": Storm("cron", names.EMPTY, "skipped", key=SAME),
+                "skip, 32 locks": Storm("cron", names.HELD, "already_running"),
+                "duplicate, 32 tasks": Storm("cron", names.EMPTY, "duplicate", key=SAME),
                 "redis, 32 locks": Storm("redis", names.HELD),
                 "redis shared, 32 locks": Storm("redis-shared", names.HELD),
                 "idle nothing": Idle("auth"),
@@ -129,11 +129,11 @@ def stages(scale: Scale) -> list[Stage]:
         Stage(
             {
                 f"{what}, {server}": Storm(
-                    "cron", tasks, status, is_own=is_own, server=server, is_emptied=server == EMPTY_TABLE
+                    "cron", tasks, row, is_own=is_own, server=server, is_emptied=server == EMPTY_TABLE
                 )
-                for what, tasks, status, is_own in (
-                    ("skip, 1 lock", ONE, "skipped", False),
-                    ("skip, 32 locks", names.HELD, "skipped", False),
+                for what, tasks, row, is_own in (
+                    ("skip, 1 lock", ONE, "already_running", False),
+                    ("skip, 32 locks", names.HELD, "already_running", False),
                     ("run", names.EMPTY, "completed", True),
                 )
                 for server in (EMPTY_TABLE, FULL_TABLE)
@@ -155,6 +155,6 @@ TASKS: dict[str, Callable[[str], Arm]] = {
     "start": lambda server: Started(server),
     "memory": lambda server: Resident(server),
     "look": lambda server: Inside("looks", server),
-    "skip": lambda server: Storm("cron", names.FEW[:2], "skipped", server=server, is_warmed=True),
+    "skip": lambda server: Storm("cron", names.FEW[:2], "already_running", server=server, is_warmed=True),
     "run": lambda server: Storm("cron", names.FEW_EMPTY, "completed", is_own=True, server=server, is_warmed=True),
 }
