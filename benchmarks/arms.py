@@ -16,6 +16,8 @@ LIMIT_OF_WRK = 0.8
 MAIN = "main"
 """The server that has the tasks of all arms."""
 NEW, SAME = "new", "same"
+TRIES = 3
+"""How often a burst is sent if nothing was answered before its end: in the short form nothing is warm yet."""
 keys = count()
 
 
@@ -85,7 +87,11 @@ class Storm:
         if not self.is_logging:
             server.get("/-/logging/ERROR")
         try:
-            return self._burst(rig, round(seconds))
+            for _ in range(TRIES):
+                reading = self._burst(rig, round(seconds))
+                if reading.value:
+                    return reading
+            raise Wrong(f"/{self.route}: no answer in {seconds:g} s, {TRIES} times")
         finally:
             if not self.is_logging:
                 server.get("/-/logging/INFO")
