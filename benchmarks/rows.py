@@ -150,7 +150,7 @@ def rows(scale: Scale) -> list[Row]:
             ("skip, 32 locks",),
         ),
         _many("start", "start of a server with 1,000 registered tasks, until `/readyz` says yes", ten, unit="ms"),
-        _many("look", "its look at the database and its tasks, at the start and every 15 s", ten, unit="ms"),
+        _many("look", "its look at the database and its tasks, every 15 s", ten, unit="ms"),
         _many("memory", "its resident memory after the start", ten, unit="MiB", needs=wrk_and_proc),
         _many("skip", "skip storm on it, two locks", ten, 0.9),
         _many("run", "completed runs of an empty task on it, 8 tasks", ten, 0.9),
