@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from typing import Any
 
 import psycopg
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -76,8 +77,8 @@ class Looks:
 class Measured(Cronlock):
     """A Cronlock whose application also has the routes of its peers."""
 
-    def app(self) -> Starlette:
-        app = super().app()
+    def app(self, **options: Any) -> Starlette:
+        app = super().app(**options)
         bearer = Bearer(self.settings.require_secrets())
         holder_pid = int(os.environ[names.HOLDER_PID])
         peers: dict[str, Peer] = {
