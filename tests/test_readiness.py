@@ -41,10 +41,10 @@ async def test_a_look_that_fails_ends_the_readiness_until_one_succeeds(make_cron
         readiness = (await cron.open()).readiness
         (revision,) = db.execute("SELECT version_num FROM cronlock.alembic_version").fetchone() or ("",)
         db.execute("UPDATE cronlock.alembic_version SET version_num = 'ffff'")
-        with pytest.raises(Unavailable, match="at revision ffff"):
+        with pytest.raises(Unavailable, match="ffff"):
             await readiness.look()
         assert not readiness.is_ready
-        with pytest.raises(Unavailable, match="at revision ffff"):
+        with pytest.raises(Unavailable, match="ffff"):
             await cron.run("nightly")
         db.execute("UPDATE cronlock.alembic_version SET version_num = %s", (revision,))
         assert (await cron.run("nightly")).status == "completed"
