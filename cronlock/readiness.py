@@ -45,8 +45,18 @@ class Readiness:
         await asyncio.shield(self._looking)
 
     async def look(self) -> None:
-        """Look now; raises `Unavailable`, or `RegistrationError` for locks that collide."""
-        self.is_ready = False
+        """Look now; raises `Unavailable`, or `RegistrationError` for locks that collide.
+
+        What was well before stays so meanwhile: calls do not wait for a look that the timer takes.
+        """
+        try:
+            await self._look_within_time()
+        except BaseException:
+            self.is_ready = False
+            raise
+        self.is_ready = True
+
+    async def _look_within_time(self) -> None:
         try:
             async with asyncio.timeout(self._database.settings.acquire_timeout.total_seconds() + 1):
                 async with self._database.recording() as connection:
@@ -55,7 +65,6 @@ class Readiness:
             raise unavailable(error) from error
         except TimeoutError:
             raise Unavailable("database_unavailable", "the database did not answer in time") from None
-        self.is_ready = True
 
     async def _look(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]") -> None:
         limit = self._database.settings.acquire_timeout.total_seconds()
@@ -64,10 +73,7 @@ class Readiness:
         tasks = list(self._registry)
         if not tasks:
             return
-        (keyed,) = await within(limit, connection, ask(connection, runs.lock_keys(tasks)))
-        keys: dict[str, tuple[int, ...]] = {task.name: () for task in tasks}
-        for name, key in keyed:
-            keys[name] += (key,)
+        keys = await self._keys(connection, tasks, limit)
         refuse_collisions(self._registry, keys)
         rows = [
             {
@@ -108,6 +114,18 @@ class Readiness:
             )  # fmt: skip
         self._runner.attempts.skips.paused = {name for (name,) in paused}
         self._runner.attempts.lock_keys = keys
+
+    async def _keys(
+        self, connection: "psycopg.AsyncConnection[tuple[object, ...]]", tasks: list[Task], limit: float
+    ) -> dict[str, tuple[int, ...]]:
+        """The keys of each task's slots. They never change, so those that are known are not asked for again."""
+        known = self._runner.attempts.lock_keys
+        keys = {task.name: known.get(task.name, ()) for task in tasks}
+        if new := [task for task in tasks if task.name not in known]:
+            (keyed,) = await within(limit, connection, ask(connection, runs.lock_keys(new)))
+            for name, key in keyed:
+                keys[name] += (key,)
+        return keys
 
     async def _check_revision(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]", limit: float) -> None:
         schema = self._database.settings.schema_name
