@@ -316,6 +316,7 @@ SELECT (SELECT coalesce(json_object_agg(g.status, g.number), '{{{{}}}}')::text
 """
 
 
+# A row that says nothing new is left as it is, but for the minute in which the task was seen last.
 REGISTER = """
 INSERT INTO {task} AS t (name, schedule, timezone, mode, lock_name, lock_key, options)
 SELECT name, schedule, timezone, mode, lock_name, lock_key, options
@@ -325,6 +326,9 @@ SELECT name, schedule, timezone, mode, lock_name, lock_key, options
     ON CONFLICT (name) DO UPDATE SET schedule = excluded.schedule, timezone = excluded.timezone,
        mode = excluded.mode, lock_name = excluded.lock_name, lock_key = excluded.lock_key, options = excluded.options,
        last_seen_at = clock_timestamp()
+ WHERE t.last_seen_at < clock_timestamp() - interval '1 minute'
+    OR (t.schedule, t.timezone, t.mode, t.lock_name, t.lock_key, t.options) IS DISTINCT FROM
+       (excluded.schedule, excluded.timezone, excluded.mode, excluded.lock_name, excluded.lock_key, excluded.options)
 """
 
 FOREIGN_COLLISIONS = """
