@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks import machine
 from cronlock.binaries import find_binaries
 from tests.campaign.checks import FALSE_COMPLETED, LOST_RECORDS, OVERLAPS, WRONGLY_LOST
-from tests.campaign.scenarios import Result
+from tests.campaign.scenarios import Result, duration
 from tests.campaign.stage import MOST_CONNECTIONS
 
 BEGIN = "<!-- campaign: what follows is written by `./run campaign --report` -->"
@@ -48,18 +48,13 @@ def _row(result: Result) -> str:
         "-" if result.held is None else f"{result.held:.2f} s",
         "-" if result.growth is None else f"{result.growth:+.1%}",
         f"{result.connections} of {MOST_CONNECTIONS}",
-        _duration(result.seconds),
+        duration(result.seconds),
     )
     return f"| {' | '.join(cells)} |"
 
 
 def _number(number: int) -> str:
     return f"**{number:,}**" if number else "0"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def report(results: list[Result], *, command: str, seed: str, is_short: bool) -> str:

@@ -30,6 +30,8 @@ LOOK = 0.5
 GROWTH = 0.05
 SURE_OF_GROWTH = 600.0
 """Seconds of load that a statement about memory needs; in less, caches are still filling."""
+FAKETIME = {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_FORCE_MONOTONIC_FIX": "0"}
+"""Nothing but the time of day is changed. With its "fix", threads that wait for another run in circles."""
 WARM_UP = 600.0
 SKEWS = {"one": 5, "two": -3, "three": 26, "four": 0}
 """Hours."""
@@ -41,6 +43,12 @@ class Size:
 
     events: int = 0
     seconds: float = 0.0
+
+
+def duration(seconds: float) -> str:
+    """As people say it."""
+    minutes, rest = divmod(round(seconds), 60)
+    return " ".join([f"{minutes} min"] * (minutes > 0) + [f"{rest} s"] * (rest > 0)) or "0 s"
 
 
 @dataclass
@@ -182,7 +190,7 @@ async def restarts(directory: Path, seed: str, size: Size, tell: Tell) -> Result
 
 async def network(directory: Path, seed: str, size: Size, tell: Tell) -> Result:
     """Cuts, stalls, delays, refusals and forgotten connections, at random, on three of four ways to the database."""
-    result = Result("network", f"{size.seconds:g} s of random faults")
+    result = Result("network", f"{duration(size.seconds)} of random faults")
     async with staged(directory, f"{seed} network") as stage:
         faults: list[str] = []
         async with AsyncExitStack() as stack:
@@ -257,6 +265,7 @@ async def freezes(directory: Path, seed: str, size: Size, tell: Tell) -> Result:
         for number in range(size.events):
             await stage.play(chance.uniform(0.5, 2.0))
             server = chance.choice(stage.servers)
+            await stage.until_holding(server)
             tell(f"freeze {number + 1} of {size.events}: server {server.name}")
             death = stage.observer.died(await stage.observer.clock(), role=server.role)
             server.freeze()
@@ -269,10 +278,10 @@ async def freezes(directory: Path, seed: str, size: Size, tell: Tell) -> Result:
 
 async def clocks(directory: Path, seed: str, size: Size, tell: Tell) -> Result:
     """The servers' clocks are hours ahead and behind (libfaketime); no time in the database may show it."""
-    result = Result("clocks", ", ".join(f"{hours:+d} h" for hours in SKEWS.values()) + f" for {size.seconds:g} s")
+    result = Result("clocks", ", ".join(f"{hours:+d} h" for hours in SKEWS.values()) + f" for {duration(size.seconds)}")
     library = find_libfaketime()
     skewed = {
-        name: {"LD_PRELOAD": str(library), "FAKETIME": f"{hours:+d}h", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        name: {"LD_PRELOAD": str(library), "FAKETIME": f"{hours:+d}h", **FAKETIME}
         for name, hours in SKEWS.items()
         if hours
     }
@@ -309,7 +318,8 @@ async def failover(directory: Path, seed: str, size: Size, tell: Tell) -> Result
     for number in range(size.events):
         tell(f"failover {number + 1} of {size.events}")
         place = directory / f"failover-{number + 1}"
-        place.mkdir()
+        directory.chmod(0o755)  # root's PostgreSQL runs as another user, who must get through
+        place.mkdir(0o755)
         once = await fail_over(place, f"{seed} failover {number + 1}", tell)
         result.counts = result.counts + once.counts
         result.calls += once.calls
@@ -368,7 +378,7 @@ async def fail_over(directory: Path, seed: str, tell: Tell) -> Result:
 
 async def soak(directory: Path, seed: str, size: Size, tell: Tell) -> Result:
     """Nothing but load, mixed and steady: what grows?"""
-    result = Result("soak", f"{size.seconds / 60:g} min of load")
+    result = Result("soak", f"{duration(size.seconds)} of load")
     warm_up = min(WARM_UP, size.seconds / 3)
     result.is_growth_sure = size.seconds >= SURE_OF_GROWTH
     async with staged(directory, f"{seed} soak") as stage:

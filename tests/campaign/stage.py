@@ -57,6 +57,7 @@ SETTINGS = {
 """Lost runs are looked for far more often than by default: a run that is called lost wrongly shall have its chance."""
 QUIET_WITHIN = 30.0
 STOPS_WITHIN = 20.0
+HOLDS_WITHIN = 30.0
 PASSWORD_BYTES = 12
 
 
@@ -111,6 +112,17 @@ class Stage:
             if server.is_ready and server.process is not None and (code := server.process.poll()) is not None:
                 server.is_ready = False
                 self.faults.append(f"server {server.name} ended by itself with {code}:\n{server.said()}")
+
+    async def until_holding(self, server: Server) -> None:
+        """Wait until a server holds a lock; raises `Unfit` if it takes none."""
+        query = """SELECT count(*) FROM pg_locks l JOIN pg_stat_activity a USING (pid)
+            WHERE l.locktype = 'advisory' AND l.granted AND a.usename = %s"""
+        limit = time.monotonic() + HOLDS_WITHIN
+        async with await psycopg.AsyncConnection.connect(self.url, autocommit=True, connect_timeout=5) as db:
+            while not ((row := await (await db.execute(query, (server.role,))).fetchone()) and row[0]):
+                if time.monotonic() > limit:
+                    raise Unfit(f"server {server.name} has taken no lock for {HOLDS_WITHIN:g} s")
+                await asyncio.sleep(0.002)
 
     def stop_at_once(self) -> None:
         """Immediate shutdown: PostgreSQL ends without a checkpoint, and recovers when it starts."""

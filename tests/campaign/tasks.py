@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import sys
-import time
+import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -72,7 +72,7 @@ def work(kind: Kind) -> Any:
         elif kind.is_async:
             yield asyncio.sleep(seconds)
         else:
-            time.sleep(seconds)
+            threading.Event().wait(seconds)  # time.sleep refuses to work under libfaketime
         yield run.connection.exec_driver_sql(WRITE, (value + 1, kind.lock_name))
         yield run.driver.execute(END, (run.id, call))
         match ends:
