@@ -12,9 +12,9 @@ The layers, each of which imports only from those below it:
     readiness
     runner
     attempts
-    closing | stopping
+    closing | skips | stopping
     execution
-    context | gate
+    context | gate | guard
     background | recording | reporting | steering
     explain | stats
     runs
@@ -23,11 +23,12 @@ The layers, each of which imports only from those below it:
     seats
     lending | outcome
     tasks
+    keys
     config | embedded | schedule
     cluster
     postmaster
     binaries
-    conninfo | scrub | wire
+    conninfo | lines | scrub | wire
     jsontext
     errors
 """
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
         ConfigError,
         CronlockError,
         LockLost,
+        NotInTransaction,
         PayloadError,
         PayloadInvalid,
         RegistrationError,
@@ -64,6 +66,7 @@ __all__ = [
     "Failure",
     "Holder",
     "LockLost",
+    "NotInTransaction",
     "Outcome",
     "PayloadError",
     "PayloadInvalid",

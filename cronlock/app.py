@@ -14,7 +14,7 @@ from cronlock import runs
 from cronlock.config import Settings
 from cronlock.database import Database
 from cronlock.errors import Unavailable
-from cronlock.gate import Call
+from cronlock.gate import Call, occurrence_fault
 from cronlock.outcome import Outcome
 from cronlock.readiness import Readiness
 from cronlock.recording import Recorder
@@ -49,6 +49,10 @@ class Cronlock:
         name: str,
         *,
         lock: str | int | None = None,
+        mode: str = "transaction",
+        key: str | None = None,
+        max_concurrent: int = 1,
+        min_interval: str | float | timedelta | None = None,
         timeout: str | float | timedelta | None = None,
         acquire_timeout: str | float | timedelta | None = None,
         skip_status: int | None = None,
@@ -61,7 +65,13 @@ class Cronlock:
 
         - `lock`: the lock's name (the task's by default), or an int that is used as the key itself. Tasks
           that name one lock exclude each other.
-        - `timeout`: how long a run may take; "90s", "15m", seconds or a timedelta (CRONLOCK_TIMEOUT).
+        - `mode`: "transaction" (the task works in the transaction that holds its lock) or "guard" (the lock has a
+          transaction of its own, and the task opens its own).
+        - `key`: such as "{tenant}": each value of these fields of the payload has a lock of its own.
+        - `max_concurrent`: how many runs of a lock there may be at once, 1 to 100.
+        - `min_interval`: a call is skipped for so long after the last completed run of the same task and key.
+        - `timeout`: how long a run may take; "90s", "15m", seconds or a timedelta (CRONLOCK_TIMEOUT; none in guard
+          mode).
         - `acquire_timeout`: how long a call may wait for a connection (CRONLOCK_ACQUIRE_TIMEOUT).
         - `skip_status`: the HTTP status of a skip: 200, 409 or 503 (CRONLOCK_SKIP_STATUS).
         - `schedule`, `timezone`: when a scheduler outside is expected to call; five cron fields or `@hourly`.
@@ -76,6 +86,10 @@ class Cronlock:
                     name,
                     self.settings,
                     lock=lock,
+                    mode=mode,
+                    key=key,
+                    max_concurrent=max_concurrent,
+                    min_interval=min_interval,
                     timeout=timeout,
                     acquire_timeout=acquire_timeout,
                     skip_status=skip_status,
@@ -87,20 +101,40 @@ class Cronlock:
 
         return register
 
-    async def run(self, name: str, payload: dict[str, Any] | None = None) -> Outcome:
+    async def run(
+        self, name: str, payload: dict[str, Any] | None = None, *, idempotency_key: str | None = None
+    ) -> Outcome:
         """Run a task from code, under the same lock, records and rules as a call of its URL.
 
-        Raises `UnknownTask`, `PayloadInvalid` or `Unavailable`; how the task itself ended is in the outcome.
+        `idempotency_key`, 1 to 255 characters, names an occurrence: one that has completed is not run again.
+
+        Raises `UnknownTask`, `PayloadInvalid` or `Unavailable`, and ValueError for an idempotency key that is none;
+        how the task itself ended is in the outcome.
         """
         task = self.tasks.get(name)
-        return await self.start_call(task, task.validate(payload or {}), trigger="manual", caller="code")
+        if idempotency_key is not None and (fault := occurrence_fault(idempotency_key)):
+            raise ValueError(f"the idempotency key {fault}")
+        return await self.start_call(
+            task, task.validate(payload or {}), trigger="manual", caller="code", occurrence=idempotency_key
+        )
 
-    async def start_call(self, task: Task, payload: Any, *, trigger: str, caller: str | None) -> Outcome:
+    async def start_call(
+        self,
+        task: Task,
+        payload: Any,
+        *,
+        trigger: str,
+        caller: str | None,
+        occurrence: str | None = None,
+        scheduled_for: str | None = None,
+    ) -> Outcome:
         """Run `task` with a validated payload; `run()` and the cron route both end here."""
+        key = task.key.fill(payload) if task.key is not None else None
         process = self._process or await self._open_late()
         if not process.readiness.is_ready:
             await process.readiness.require()
-        return await process.runner.call(Call(task, payload, trigger, caller, contextvars.copy_context()))
+        call = Call(task, payload, trigger, caller, contextvars.copy_context(), key, occurrence, scheduled_for)
+        return await process.runner.call(call)
 
     async def _open_late(self) -> "Process":
         log.warning(
@@ -184,7 +218,7 @@ class Process:
     def __init__(self, settings: Settings, tasks: Registry) -> None:
         self.settings = settings
         self.instance = runs.Instance(uuid4(), socket.gethostname(), os.getpid(), settings.release)
-        self.database = Database(settings, has_threads=any(not task.is_async for task in tasks))
+        self.database = Database(settings, has_threads=any(not task.is_async and not task.is_guarded for task in tasks))
         statements = runs.Statements(settings.schema_name, self.instance)
         self.recorder = Recorder(self.database, statements)
         self.runner = Runner(self.database, self.recorder, statements, self.instance, settings.scrub)

@@ -64,7 +64,7 @@ class Closer:
             stop = execution.stop.result()
             return await self.fail(execution, stop.status, stop.failure())
         if is_gone(execution.seat.connection) or execution.seat.connection.closed:
-            return await self.fail(execution, "lost", failure(error or lost(), self._scrub))
+            return await self.fail(execution, "lost", failure(error or lost(execution.task.is_guarded), self._scrub))
         if isinstance(error, Cancel):
             return await self.fail(execution, "cancelled", failure(error, self._scrub))
         if isinstance(error, Retry):
@@ -87,10 +87,11 @@ class Closer:
 
     async def _commit(self, execution: Execution, result: str | None, is_touched: bool) -> Outcome:
         """Send the closing message. It is never cancelled, and after any error the row has the last word."""
-        message = self._closing.message(execution.run_id, execution.opened_us, result, is_touched)
+        message = self._closing.message(execution.run_id, execution.opened_us, result, is_touched, execution.log())
         seat = execution.seat
         rows_at = locks.LEFT_AT[True] if is_touched else None
-        limit = execution.task.timeout.total_seconds() + CLOSE_MARGIN
+        timeout = execution.task.timeout
+        limit = CLOSE_MARGIN if timeout is None else timeout.total_seconds() + CLOSE_MARGIN
         timer = asyncio.get_running_loop().call_later(CLOSE_WAIT, self._reply_unknown, execution)
         try:
             reply = await within(limit, seat.connection, seat.send(message, rows_at))
@@ -130,6 +131,8 @@ class Closer:
             return ended()
         if locks.NO_ROW in str(error):
             return LockLost("the run's row is not open any more; what the run wrote was rolled back")
+        if state == "23505" and locks.OCCURRENCE_KEY in str(error):
+            return LockLost("another run of this occurrence has completed; what this one wrote was rolled back")
         return error
 
     async def _settle(self, execution: Execution, result: str | None) -> Outcome:
@@ -157,7 +160,7 @@ class Closer:
             if status not in (None, "running"):
                 if status == "completed":
                     return execution.outcome("completed", result=result)
-                return execution.outcome("lost", failure=failure(lost(), self._scrub))
+                return execution.outcome("lost", failure=failure(lost(execution.task.is_guarded), self._scrub))
             if time.monotonic() - started > OUTCOME_WAIT:
                 self._reply_unknown(execution)
             await asyncio.sleep(0.05 if time.monotonic() - started < 2 else 0.5)
@@ -175,7 +178,7 @@ class Closer:
         Where no recording connection is to be had (at a pooler, all slots may be kept by runs that wait
         for one), both go in one message on the run's own connection, right after each other.
         """
-        row = self._ending(execution.call.nonce, status, why)
+        row = self._ending(execution.call.nonce, status, why, execution.log())
         written = self._put_ending(row)
         seat = execution.seat
         run = execution.run
@@ -202,13 +205,15 @@ class Closer:
             await self._give_back(seat, reply)
         return execution.outcome(status, failure=why, retry_after=retry_after, is_retry=retry_after is not None)
 
-    def end_row(self, nonce: str, status: str, why: Failure) -> "asyncio.Future[Any]":
-        return self._put_ending(self._ending(nonce, status, why))
+    def end_row(self, nonce: str, status: str, why: Failure, log: str | None = None) -> "asyncio.Future[Any]":
+        """Record the end of a run of which nothing else is left to be done."""
+        return self._put_ending(self._ending(nonce, status, why, log))
 
-    def _ending(self, nonce: str, status: str, why: Failure) -> dict[str, Any]:
+    def _ending(self, nonce: str, status: str, why: Failure, log: str | None) -> dict[str, Any]:
         return {
             "nonce": nonce,
             "status": status,
+            "log": log,
             "error_type": why.type,
             "error_message": why.message,
             "error_traceback": why.traceback,

@@ -260,6 +260,12 @@ class Settings(BaseSettings):
     timeout: Duration = setting(
         timedelta(seconds=120), "CRONLOCK_TIMEOUT", example="120s", about="how long a run may take"
     )
+    guard_ping: Duration = setting(
+        timedelta(seconds=5),
+        "CRONLOCK_GUARD_PING",
+        example="5s",
+        about="how often the lock of a guard run is pinged; after three times that it is free",
+    )
     acquire_timeout: Duration = setting(
         timedelta(seconds=5),
         "CRONLOCK_ACQUIRE_TIMEOUT",

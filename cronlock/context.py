@@ -1,16 +1,22 @@
 """What a task sees: one object, `run`."""
 
-import logging
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid5
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from cronlock.errors import LockLost
+from cronlock.errors import LockLost, NotInTransaction, StatementRefused
 from cronlock.lending import is_gone
-from cronlock.seats import Seat
+from cronlock.lines import Lines, TaskLog
+
+if TYPE_CHECKING:
+    from cronlock.execution import Execution
+
+EFFECTS = UUID("5b1d2c4e-6f0a-5d8b-9c37-2a41e0f7c6d9")
+"""The namespace of effect keys (RFC 9562, section 5.5)."""
 
 
 class Run:
@@ -20,47 +26,63 @@ class Run:
 
     `connection`, `session` and `driver` all speak in the one transaction that holds the run's lock. It is
     ended by cronlock: committed together with `completed` when the task returns, rolled back when it raises.
+    A task in guard mode has none of them: it opens its own.
     """
 
     def __init__(
-        self,
-        seat: Seat,
-        *,
-        id: int,
-        task: str,
-        payload: Any,
-        instance: str,
-        report: Callable[[int, int | None], None],
+        self, execution: "Execution", scrub: Callable[[str], str], report: Callable[[dict[str, Any]], None]
     ) -> None:
-        self._seat = seat
+        call = execution.call
+        self._execution = execution
+        self._seat = execution.seat
         self._session: AsyncSession | Session | None = None
+        self._scrub = scrub
         self._report = report
-        self._instance = instance
         self.is_touched = False
-        self.id = id
-        """The run's number; it grows in the order in which the lock was taken."""
-        self.task = task
+        self.id = execution.run_id
+        """The run's number; it grows in the order in which the lock was taken: a fencing number for what is outside."""
+        self.task = call.task.name
         """The task's name."""
-        self.payload = payload
+        self.key = call.key
+        """The value of the task's `key` that this run's lock is for, or None."""
+        self.payload = call.payload
         """The payload, validated against the task's annotation if there is one."""
-        self.attempt = 1
-        """How many times this was tried, from 1."""
-        self.occurrence: str | None = None
+        self.attempt = execution.attempt
+        """How many times this occurrence was tried, from 1; 1 where there is no occurrence."""
+        self.occurrence = call.occurrence
         """The tick or delivery that this run belongs to, if it is known."""
 
     @cached_property
-    def log(self) -> "logging.LoggerAdapter[logging.Logger]":
-        """A logger whose lines carry the task and the run."""
-        facts = {"task": self.task, "runId": self.id, "instance": self._instance}
-        return logging.LoggerAdapter(logging.getLogger("cronlock.task"), facts)
+    def log(self) -> TaskLog:
+        """A logger whose lines carry the task and the run, and are kept with it (500 of them, without secrets)."""
+        execution = self._execution
+        execution.lines = lines = Lines(self._scrub)
+        facts = {"task": self.task, "runId": self.id, "instance": execution.instance}
+        return TaskLog(facts, lines, self._logged)
+
+    def _logged(self) -> None:
+        if not self._execution.has_logged:
+            self._execution.has_logged = True
+            self._report({})
+
+    def effect_key(self, name: str) -> str:
+        """An idempotency key for what the run does outside, as a UUID: send it with the request named `name`.
+
+        It is the same in every run of the same occurrence, so that a retry is known for what it is. A run without an
+        occurrence has its own. `name` tells the effects of one run apart, such as `f"charge:{invoice}"`.
+        """
+        of = ("occurrence", self.occurrence) if self.occurrence is not None else ("run", self._execution.call.nonce)
+        return str(uuid5(EFFECTS, "\x1f".join((self.task, *of, name))))
 
     @property
     def connection(self) -> Any:
         """SQLAlchemy: an `AsyncConnection`, or a `Connection` for a plain function.
 
         `commit`, `rollback` and `close` are refused and fail the run; `begin_nested()` gives a savepoint.
+
+        Raises `NotInTransaction` in guard mode.
         """
-        self.is_touched = True
+        self._touch("connection")
         return self._seat.face()
 
     @property
@@ -78,8 +100,16 @@ class Run:
     @property
     def driver(self) -> Any:
         """psycopg: an `AsyncConnection` or a `Connection`, for COPY and all else that SQLAlchemy hides."""
-        self.is_touched = True
+        self._touch("driver")
         return self._seat.connection
+
+    def _touch(self, name: str) -> None:
+        if self._execution.guard is not None:
+            raise NotInTransaction(
+                f"run.{name} is for tasks in transaction mode; the task {self.task!r} is in guard mode, where the lock"
+                " has a transaction of its own: open a connection of your own, and commit on it"
+            )
+        self.is_touched = True
 
     def progress(self, done: int, total: int | None = None) -> None:
         """Say how far the run is; shown on its row while it runs. Never waits and never fails the run."""
@@ -88,12 +118,19 @@ class Run:
         except (TypeError, ValueError, OverflowError):
             self.log.warning("progress is given as whole numbers; %s of them was left out", type(done).__name__)
         else:
-            self._report(*said)
+            self._report({"done": said[0], "total": said[1]})
 
     def check(self) -> None:
-        """Raise `LockLost` if the connection that holds the lock is gone."""
+        """Raise `LockLost` if the lock is no longer surely this run's, and `StatementRefused` if it is being stopped.
+
+        To be asked before an effect outside. Sends nothing, and may be called from any thread.
+        """
+        if stopped := self._execution.lending.stopped:
+            raise StatementRefused(f"the run is being stopped: {stopped}")
         if is_gone(self._seat.connection):
-            raise LockLost("the connection that held the lock is gone; what the run wrote is rolled back")
+            raise LockLost("the connection that held the lock is gone")
+        if (guard := self._execution.guard) is not None:
+            guard.check()
 
 
 async def settle(run: Run) -> None:

@@ -12,6 +12,7 @@ CronlockError
 ├── TransactionRefused     a task tried to end the transaction that holds its lock
 ├── TransactionEnded       that transaction is over, so the work cannot be committed with it
 ├── StatementRefused       the run is being stopped; no further statement is sent
+├── NotInTransaction       a guard run has no connection to hand out; its task opens its own
 └── LockLost               the connection that held the lock is gone
 
 Retry and Cancel are signals, not errors: a task raises them to say how its run ends.
@@ -83,6 +84,10 @@ class TransactionEnded(CronlockError):
 
 class StatementRefused(CronlockError):
     """The run is being stopped or has ended; its connection takes no further statement."""
+
+
+class NotInTransaction(CronlockError):
+    """A task in guard mode asked for `run.connection`, `run.session` or `run.driver`."""
 
 
 class LockLost(CronlockError):

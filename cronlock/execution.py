@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from cronlock.context import Run
 from cronlock.gate import Call
+from cronlock.guard import Guard
 from cronlock.lending import Lending
+from cronlock.lines import Lines
 from cronlock.outcome import Failure, Holder, Outcome
 from cronlock.seats import Seat
 from cronlock.tasks import Task
@@ -52,6 +54,7 @@ class Execution:
         opened_us: int,
         lock_key: int,
         instance: str,
+        attempt: int = 1,
     ) -> None:
         self.call = call
         self.seat = seat
@@ -60,12 +63,18 @@ class Execution:
         self.opened_us = opened_us
         self.lock_key = lock_key
         self.instance = instance
+        self.attempt = attempt
+        self.guard: Guard | None = None
+        self.lines: Lines | None = None
         self.started = time.monotonic()
         self.lending = Lending()
         self.run: Run | None = None
         self.is_doing = False
-        self.progress: tuple[int, int | None] | None = None
-        self.is_progress_written = True
+        self.said: dict[str, Any] | None = None
+        """What the run has said of itself since that was last written: its progress, its log."""
+        self.is_said_written = True
+        self.has_logged = False
+        """Whether a line was logged since the log was last written."""
         loop = asyncio.get_running_loop()
         self.stop: asyncio.Future[Stop] = loop.create_future()
         self.turned: asyncio.Future[None] = loop.create_future()
@@ -84,6 +93,10 @@ class Execution:
     def outcome(self, status: str, **facts: Any) -> Outcome:
         """This run as it ended with `status`."""
         return Outcome(status=status, task=self.task.name, run_id=self.run_id, duration_ms=self.elapsed_ms(), **facts)
+
+    def log(self) -> str | None:
+        """What the task has logged so far."""
+        return None if self.lines is None else self.lines.text()
 
     def holder(self) -> Holder:
         """This run as the holder of its lock."""

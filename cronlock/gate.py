@@ -2,7 +2,7 @@
 
 A caller joins the next attempt, never one already under way, so that no answer is older than its question.
 The first caller of an attempt leads: if it gets the lock it runs, and the others are skipped with its run as
-the holder; if not, all are skipped. While this process runs a task itself, further callers of its lock are
+the holder; if not, all are skipped. While this process itself has every slot of a lock, further callers of it are
 skipped from memory.
 
 In a storm of calls the lock table says more cheaply what an attempt would: within a second of a refused attempt a
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cronlock.execution import Execution
 
 
+LONGEST_OCCURRENCE = 255
 CONTENDED = 1.0
 """Seconds after a refused attempt in which the lock table is asked first."""
 
@@ -55,6 +56,13 @@ def new_nonce() -> str:
     return f"{ours}{number >> 48:04x}-{number & 0xFFFFFFFFFFFF:012x}"
 
 
+def occurrence_fault(occurrence: str) -> str | None:
+    """Why a text cannot name an occurrence; None if it can."""
+    if not isinstance(occurrence, str) or not 0 < len(occurrence) <= LONGEST_OCCURRENCE:
+        return f"must have 1 to {LONGEST_OCCURRENCE} characters"
+    return None if occurrence.isprintable() else "has control characters"
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call for a task, until it is decided.
@@ -67,6 +75,9 @@ class Call:
     trigger: str
     caller: str | None
     context: contextvars.Context
+    key: str | None = None
+    occurrence: str | None = None
+    scheduled_for: str | None = None
     received: float = field(default_factory=time.monotonic)
     nonce: str = ""
     decided: "asyncio.Future[Outcome | Execution | None]" = field(init=False, repr=False)
@@ -75,18 +86,45 @@ class Call:
         """A call that asks again is a new record."""
         self.nonce = new_nonce()
 
-    def row(self, lock_key: int, facts: dict[str, Any] | None = None) -> dict[str, Any]:
+    @property
+    def is_checked(self) -> bool:
+        """Whether more is to be said of this call than its task and one lock that all runs of its task share."""
+        task = self.task
+        return (
+            self.occurrence is not None
+            or task.min_interval is not None
+            or task.key is not None
+            or task.max_concurrent > 1
+            or task.is_guarded
+        )
+
+    @property
+    def is_asked_first(self) -> bool:
+        """Whether the records may forbid this call although its lock is free."""
+        return self.occurrence is not None or self.task.min_interval is not None
+
+    def row(self, lock_key: int | None, facts: dict[str, Any] | None = None) -> dict[str, Any]:
         """The record of this call, with what its decision adds."""
         task = self.task
-        return {
+        row = {
             "nonce": self.nonce,
             "task": task.name,
             "lock_name": task.lock.name,
             "lock_key": lock_key,
             "trigger": self.trigger,
             "caller": self.caller,
-            **(facts or {}),
         }
+        if self.is_checked:
+            row["key"] = self.key
+            row["occurrence"] = self.occurrence
+            row["scheduled_for"] = self.scheduled_for
+            if task.min_interval is not None:
+                row["min_interval"] = f"{task.min_interval.total_seconds()} seconds"
+            if task.is_guarded:
+                row["mode"] = task.mode
+        if facts:
+            row.update(facts)
+        return row
 
     @property
     def is_waiting(self) -> bool:
@@ -111,16 +149,28 @@ class Call:
 class Gate:
     """One lock as this process sees it."""
 
-    def __init__(self) -> None:
-        self.running: Execution | None = None
+    def __init__(self, slots: int, lock_keys: tuple[int, ...] = ()) -> None:
+        self.slots = slots
+        self.lock_keys = lock_keys
+        """The keys of the slots, as the server computed them; empty until it has."""
+        self.running: list[Execution] = []
+        """The runs of this process that have a slot, oldest first."""
         self.waiting: list[Call] = []
         self.attempts: asyncio.Task[None] | None = None
-        self.lock_key = 0
         self._contended_until = 0.0
 
-    def refused(self, lock_key: int) -> None:
+    @property
+    def is_full(self) -> bool:
+        """Whether this process has every slot itself."""
+        return len(self.running) >= self.slots
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing would be lost with this gate."""
+        return not self.running and not self.waiting and self.attempts is None
+
+    def refused(self) -> None:
         """An attempt was refused by a holder that could be seen."""
-        self.lock_key = lock_key
         self._contended_until = time.monotonic() + CONTENDED
 
     @property
@@ -137,3 +187,7 @@ class Gate:
         """The calls that the next attempt answers."""
         group, self.waiting = [call for call in self.waiting if call.is_waiting], []
         return group
+
+    def put_back(self, calls: list[Call]) -> None:
+        """Let calls of an attempt that says nothing about them have the next one."""
+        self.waiting = calls + self.waiting

@@ -247,6 +247,7 @@ def cut(connection: "psycopg.BaseConnection[Any]") -> None:
         pass
 
 
-def lost() -> LockLost:
+def lost(is_guarded: bool) -> LockLost:
     """The error of a run whose connection is gone."""
-    return LockLost("the connection that held the lock is gone; what the run wrote is rolled back")
+    left = "what the run had committed by then stays" if is_guarded else "what the run wrote is rolled back"
+    return LockLost(f"the connection that held the lock is gone; {left}")

@@ -20,15 +20,18 @@ from datetime import timedelta
 from psycopg import sql
 
 from cronlock.database import Server
-from cronlock.tasks import Lock, Task
+from cronlock.tasks import Task
 
 STATEMENT_MARGIN = timedelta(seconds=5)
 IDLE_MARGIN = timedelta(seconds=10)
 # What the function complete_run raises; see migrations/versions.
 ENDED = "cronlock: this is not the transaction that took the lock"
 NO_ROW = "cronlock: no open run row"
+OCCURRENCE_KEY = "run_occurrence_key"
+"""The index by which no occurrence completes twice."""
 SAVEPOINT = "cronlock_task"
-LOCK_AT = -2
+PINGS_MISSED = 3
+"""How many pings of a guard may be missing before the server ends its session, and with it the lock."""
 
 
 def milliseconds(span: timedelta) -> int:
@@ -36,46 +39,118 @@ def milliseconds(span: timedelta) -> int:
     return max(1, int(span / timedelta(milliseconds=1)))
 
 
-def key_expression(lock: Lock) -> sql.Composable:
-    """The lock's key as SQL: PostgreSQL hashes a name itself, so that any program can name the same lock."""
-    if lock.number is not None:
-        return sql.SQL("({})::pg_catalog.int8").format(lock.number)
-    return sql.SQL("pg_catalog.hashtext({}::pg_catalog.text)::pg_catalog.int8").format(lock.name)
+KEY = b"\0k"
+OCCURRENCE = b"\0o"
+"""Where an opening and a record have the key and the occurrence of their call."""
+
+SEPARATOR = "pg_catalog.chr(31)"
+"""Between the parts of what is hashed; no lock name that is typed has it."""
 
 
-def opening(task: Task, server: Server) -> bytes:
-    """Open the transaction of a run and try its lock.
+def key_expressions(task: Task) -> list[sql.Composable]:
+    """The keys of a task's slots as SQL: PostgreSQL hashes the name itself, so that any program can name the same lock.
 
-    The row of statement `LOCK_AT` is (acquired, backend_pid, opened_us, lock_key); `acquired` is None on a
-    server that cannot write, where a lock would exclude nobody.
+    With a `key` of the task 64 bits are hashed: among thousands of tenants two would share one of 32. Its text is to
+    be put where `KEY` stands.
     """
-    idle = milliseconds(task.timeout + IDLE_MARGIN)
-    statement = milliseconds(task.timeout + STATEMENT_MARGIN)
-    settings: dict[str, str | int] = {
-        "statement_timeout": statement,
-        "lock_timeout": statement,
-        "idle_in_transaction_session_timeout": idle,
-        "application_name": f"cronlock:{task.name}",
-    }
-    if server.version >= 170000:
-        settings["transaction_timeout"] = idle
+    lock = task.lock
+    if lock.number is not None:
+        return [sql.SQL("({})::pg_catalog.int8").format(lock.number)]
+    names = [lock.name, *(f"{lock.name}#{slot}" for slot in range(2, task.max_concurrent + 1))]
+    if task.key is None:
+        hashed = sql.SQL("pg_catalog.hashtext({}::pg_catalog.text)::pg_catalog.int8")
+        return [hashed.format(name) for name in names]
+    hashed = sql.SQL("pg_catalog.hashtextextended(pg_catalog.concat({}::pg_catalog.text, {}, {}), 0)")
+    return [hashed.format(name, sql.SQL(SEPARATOR), sql.SQL(KEY.decode())) for name in names]
+
+
+class Opening:
+    """The message that opens the transaction of a task's runs and tries their lock.
+
+    Its row is (slot, backend_pid, opened_us, keys...): `slot` is the one that was taken, from 1; 0 if none was free,
+    -1 if another run of the same occurrence is under way, None on a server that cannot write, where a lock would
+    exclude nobody. The message is put together once; a call adds its key and its occurrence.
+
+    A guard's transaction has no limit but the idle timeout that its pings put off, and no savepoint: nothing else
+    will ever happen in it.
+    """
+
+    def __init__(self, task: Task, server: Server, guard_ping: timedelta) -> None:
+        keys = key_expressions(task)
+        taking = sql.SQL("pg_catalog.pg_try_advisory_xact_lock({})")
+        occurrence = sql.SQL("pg_catalog.hashtextextended(pg_catalog.concat({}::pg_catalog.text, {}, {}), 0)").format(
+            task.name, sql.SQL(SEPARATOR), sql.SQL(OCCURRENCE.decode())
+        )
+        slots = [sql.SQL("WHEN {} THEN {}").format(taking.format(key), slot) for slot, key in enumerate(keys, 1)]
+        other = sql.SQL("WHEN NOT {} THEN -1").format(taking.format(occurrence))
+        self._plain = self._compose(task, server, guard_ping, slots, keys)
+        self._of_occurrence = self._compose(task, server, guard_ping, [other, *slots], keys)
+        self.row_at = -1 if task.is_guarded else -2
+        """The statement of the message that gives the row."""
+
+    @staticmethod
+    def _compose(
+        task: Task,
+        server: Server,
+        guard_ping: timedelta,
+        cases: Sequence[sql.Composable],
+        keys: Sequence[sql.Composable],
+    ) -> bytes:
+        # A CASE takes one slot after the other; any other way to ask for the first free one takes several.
+        row = sql.SQL(
+            "SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') OPERATOR(pg_catalog.<>) 'off'"
+            " THEN NULL {} ELSE 0 END, pg_catalog.pg_backend_pid(),"
+            " (extract(epoch FROM pg_catalog.now()) OPERATOR(pg_catalog.*) 1000000)::pg_catalog.int8, {}"
+        ).format(sql.SQL(" ").join(cases), sql.SQL(", ").join(keys))
+        lines = [
+            sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE"),
+            # One that the server has set already goes on unless it is switched off in between.
+            *([sql.SQL("SET LOCAL transaction_timeout = 0")] if server.version >= 170000 else []),
+            set_local(opening_settings(task, server, guard_ping)),
+            row,
+            *([] if task.is_guarded else [sql.SQL(f"SAVEPOINT {SAVEPOINT}")]),
+        ]
+        return join(lines)
+
+    def message(self, key: str | None, occurrence: str | None) -> bytes:
+        """The opening of one run."""
+        message = self._plain if occurrence is None else self._of_occurrence
+        if key is not None:
+            message = message.replace(KEY, text_of(key))
+        if occurrence is not None:
+            message = message.replace(OCCURRENCE, text_of(occurrence))
+        return message
+
+
+def opening_settings(task: Task, server: Server, guard_ping: timedelta) -> dict[str, str | int]:
+    """What is set for the transaction of a run of this task."""
+    if task.is_guarded:
+        settings: dict[str, str | int] = {
+            "statement_timeout": 30000,
+            "lock_timeout": 30000,
+            "idle_in_transaction_session_timeout": milliseconds(guard_ping * PINGS_MISSED),
+        }
+    else:
+        assert task.timeout is not None, "only a guard run has no timeout"
+        idle = milliseconds(task.timeout + IDLE_MARGIN)
+        statement = milliseconds(task.timeout + STATEMENT_MARGIN)
+        settings = {
+            "statement_timeout": statement,
+            "lock_timeout": statement,
+            "idle_in_transaction_session_timeout": idle,
+        }
+        if server.version >= 170000:
+            settings["transaction_timeout"] = idle
     if server.has_check_interval:
         settings["client_connection_check_interval"] = 500
-    lines = [
-        sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE"),
-        # One that the server has set already goes on unless it is switched off in between.
-        *([sql.SQL("SET LOCAL transaction_timeout = 0")] if server.version >= 170000 else []),
-        set_local(settings),
-        sql.SQL(
-            "SELECT CASE WHEN pg_catalog.current_setting('transaction_read_only') OPERATOR(pg_catalog.=) 'off'"
-            " THEN pg_catalog.pg_try_advisory_xact_lock({key}) END,"
-            " pg_catalog.pg_backend_pid(),"
-            " (extract(epoch FROM pg_catalog.now()) OPERATOR(pg_catalog.*) 1000000)::pg_catalog.int8,"
-            " {key}"
-        ).format(key=key_expression(task.lock)),
-        sql.SQL(f"SAVEPOINT {SAVEPOINT}"),
-    ]
-    return join(lines)
+    return {**settings, "application_name": f"cronlock:{task.name}"}
+
+
+def text_of(text: str) -> bytes:
+    """Any text as SQL in ASCII, the same in every client_encoding a URL may ask for."""
+    if text.isascii():
+        return quoted(text)
+    return b"pg_catalog.convert_from('\\x%s'::pg_catalog.bytea, 'UTF8')" % text.encode().hex().encode()
 
 
 RESETS = [sql.SQL("RESET SESSION AUTHORIZATION"), sql.SQL("RESET ROLE"), sql.SQL("RESET ALL")]
@@ -118,22 +193,23 @@ class Closing:
             *RESETS,
             set_local({"search_path": "pg_catalog", "statement_timeout": 30000, "lock_timeout": 30000}),
         ]
-        complete = sql.SQL("SELECT {}({}, {}, {}, {})").format(
-            sql.Identifier(schema, "complete_run"), hole, hole, hole, is_touched
+        complete = sql.SQL("SELECT {}({}, {}, {}, {}, {})").format(
+            sql.Identifier(schema, "complete_run"), hole, hole, hole, is_touched, hole
         )
         lines = [*before, complete, *LEFTOVERS] if is_touched else [complete]
         return join([*lines, sql.SQL("COMMIT")]).split(b"\0")
 
-    def message(self, run_id: int, opened_us: int, result: str | None, is_touched: bool) -> bytes:
+    def message(self, run_id: int, opened_us: int, result: str | None, is_touched: bool, log: str | None) -> bytes:
         """The closing of one run.
 
         `result` is JSON text in ASCII, so that the message is the same in every client_encoding a task may
-        have set. `is_touched` says whether the task was handed its connection: if not, there is nothing of
-        its doing to reset.
+        have set; `log` is any text. `is_touched` says whether the task was handed its connection: if not, there is
+        nothing of its doing to reset.
         """
-        start, comma, comma, end = self._pieces[is_touched]
+        start, comma, comma, touched, end = self._pieces[is_touched]
         said = b"NULL" if result is None else quoted(result)
-        return b"".join((start, b"%d" % run_id, comma, b"%d" % opened_us, comma, said, end))
+        lines = b"NULL" if log is None else text_of(log)
+        return b"".join((start, b"%d" % run_id, comma, b"%d" % opened_us, comma, said, touched, lines, end))
 
 
 def quoted(text: str) -> bytes:

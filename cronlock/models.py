@@ -1,6 +1,6 @@
 """The tables of cronlock, for migrations, pages and users' own queries."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -11,6 +11,7 @@ from sqlalchemy import (
     Identity,
     Index,
     Integer,
+    Interval,
     MetaData,
     SmallInteger,
     func,
@@ -21,7 +22,7 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.dialects.postgresql import UUID as SqlUuid
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-REVISION = "0001"
+REVISION = "0002"
 """The schema revision that this code reads and writes; a test holds it against the newest migration."""
 
 RUN_STATUSES = ("running", "completed", "failed", "timed_out", "cancelled", "lost", "skipped")
@@ -51,6 +52,7 @@ class Base(DeclarativeBase):
         str: SqlText,
         int: BigInteger,
         datetime: DateTime(timezone=True),
+        timedelta: Interval,
         UUID: SqlUuid(as_uuid=True),
     }
 
@@ -66,7 +68,7 @@ class TaskRow(Base):
     timezone: Mapped[str | None]
     mode: Mapped[str] = mapped_column(server_default="transaction")
     lock_name: Mapped[str | None]
-    lock_key: Mapped[int]
+    lock_key: Mapped[int | None]
     options: Mapped[dict[str, Any]] = mapped_column(JSONB, server_default=text("'{}'"))
     paused_at: Mapped[datetime | None]
     paused_by: Mapped[str | None]
@@ -86,6 +88,27 @@ class RunRow(Base):
         CheckConstraint("(status = 'running') = (finished_at IS NULL)", name="ended_has_time"),
         CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
         Index("run_task_id_idx", "task", text("id DESC")),
+        Index("run_task_run_idx", "task", text("id DESC"), postgresql_where=text("status <> 'skipped'")),
+        Index(
+            "run_completed_idx",
+            "task",
+            text("coalesce(key, '')"),
+            text("finished_at DESC"),
+            postgresql_where=text("status = 'completed'"),
+        ),
+        Index(
+            "run_occurrence_key",
+            "task",
+            "occurrence",
+            unique=True,
+            postgresql_where=text("status = 'completed' AND occurrence IS NOT NULL"),
+        ),
+        Index(
+            "run_occurrence_idx",
+            "task",
+            "occurrence",
+            postgresql_where=text("status <> 'skipped' AND occurrence IS NOT NULL"),
+        ),
         Index(
             "run_running_idx",
             "lock_classid",
@@ -129,5 +152,8 @@ class RunRow(Base):
     error_sqlstate: Mapped[str | None]
     progress_done: Mapped[int | None]
     progress_total: Mapped[int | None]
+    log: Mapped[str | None]
+    min_interval: Mapped[timedelta | None]
+    mode: Mapped[str | None]
     cancel_requested_at: Mapped[datetime | None]
     cancel_requested_by: Mapped[str | None]

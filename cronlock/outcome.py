@@ -23,7 +23,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who held the lock: one of our runs, or a backend that is not ours."""
+    """Who held the lock: one of our runs, or a backend that is not ours. Only `run_id`: a run that ended before."""
 
     run_id: int | None = None
     started_at: str | None = None
@@ -36,6 +36,8 @@ class Holder:
         """As the answer of a skipped call shows it."""
         if self.run_id is None:
             return {"pid": self.pid, "applicationName": self.application_name}
+        if self.started_at is None:
+            return {"runId": self.run_id}
         return {
             "runId": self.run_id,
             "startedAt": self.started_at,

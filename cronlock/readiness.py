@@ -8,6 +8,8 @@ has 32 bits, and a collision would skip a task that is not running.
 import asyncio
 import logging
 from collections import defaultdict
+from datetime import timedelta
+from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -17,7 +19,7 @@ from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import RegistrationError, Unavailable
 from cronlock.models import REVISION
 from cronlock.runner import Runner
-from cronlock.tasks import Registry
+from cronlock.tasks import Registry, Task
 
 log = logging.getLogger("cronlock.database")
 
@@ -62,7 +64,9 @@ class Readiness:
         if not tasks:
             return
         (keyed,) = await within(limit, connection, ask(connection, runs.lock_keys(tasks)))
-        keys: dict[str, int] = dict(keyed)
+        keys: dict[str, tuple[int, ...]] = {task.name: () for task in tasks}
+        for name, key in keyed:
+            keys[name] += (key,)
         refuse_collisions(self._registry, keys)
         rows = [
             {
@@ -71,8 +75,8 @@ class Readiness:
                 "timezone": task.timezone if task.schedule else None,
                 "mode": task.mode,
                 "lock_name": task.lock.name,
-                "lock_key": keys[task.name],
-                "options": {"timeoutSeconds": task.timeout.total_seconds(), "skipStatus": task.skip_status},
+                "lock_key": next(iter(keys[task.name]), None),
+                "options": options(task),
             }
             for task in tasks
         ]
@@ -101,7 +105,7 @@ class Readiness:
                 lock, name, other_lock, other,
                 extra={"event": "lock.collision"},
             )  # fmt: skip
-        self._runner.attempts.paused = {name for (name,) in paused}
+        self._runner.attempts.skips.paused = {name for (name,) in paused}
         self._runner.attempts.lock_keys = keys
 
     async def _check_revision(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]", limit: float) -> None:
@@ -128,11 +132,29 @@ class Readiness:
             )
 
 
-def refuse_collisions(registry: Registry, keys: dict[str, int]) -> None:
+def options(task: Task) -> dict[str, Any]:
+    """What the row of a task says of its options; those that it does not have are left out."""
+    options = {
+        "skipStatus": task.skip_status,
+        "timeoutSeconds": seconds(task.timeout),
+        "minIntervalSeconds": seconds(task.min_interval),
+        "maxConcurrent": task.max_concurrent if task.max_concurrent > 1 else None,
+        "key": task.key.template if task.key else None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def seconds(span: timedelta | None) -> float | None:
+    """A span as a number."""
+    return None if span is None else span.total_seconds()
+
+
+def refuse_collisions(registry: Registry, keys: dict[str, tuple[int, ...]]) -> None:
     """Raise `RegistrationError` if two tasks name different locks that have the same key."""
     by_key: defaultdict[int, dict[str, str]] = defaultdict(dict)
     for task in registry:
-        by_key[keys[task.name]].setdefault(str(task.lock), task.name)
+        for key in keys[task.name]:
+            by_key[key].setdefault(str(task.lock), task.name)
     for key, locks in by_key.items():
         if len(locks) > 1:
             (lock, name), (other_lock, other) = list(locks.items())[:2]

@@ -38,7 +38,7 @@ HEAD = (
     b" pg_catalog.set_config('enable_mergejoin', 'off', true); "
 )
 PATIENT = (runs.STOPPING, runs.END)
-INSERTS = (runs.BEGIN, runs.SKIP, runs.SKIP_CHECKED)
+INSERTS = (runs.BEGIN, runs.BEGIN_CHECKED, runs.SKIP, runs.SKIP_SEEN, runs.SKIP_CHECKED)
 ASKED_AGAIN = 3
 GROUP = 500
 SHARE = 20

@@ -94,7 +94,7 @@ class Timer:
         await recover(self._database, statements)
         names = list(self._runner.attempts.lock_keys)
         usual = await transact(self._database, statements.fill(runs.USUAL, names=names)) if names else []
-        self._runner.attempts.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
+        self._runner.attempts.skips.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
         if ticks % PRUNE_EVERY == 0:
             while await prune(self._database, statements) == PRUNE_BATCH:
                 await asyncio.sleep(0.2)

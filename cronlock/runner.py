@@ -20,13 +20,16 @@ from cronlock.database import Database
 from cronlock.errors import Unavailable
 from cronlock.execution import Execution, Returned, Stop, contain, in_thread
 from cronlock.gate import Call, Gate
+from cronlock.guard import Guard
 from cronlock.lending import CONTEXT
 from cronlock.outcome import Outcome, failure
 from cronlock.recording import Recorder
 from cronlock.reporting import Report
+from cronlock.seats import AsyncSeat
 from cronlock.stopping import Stopper
 
 STOP_WAIT = 3.0
+LOG_EVERY = 1.0
 SHUTDOWN = Stop("cancelled", "the server was shutting down")
 
 log = logging.getLogger("cronlock.run")
@@ -47,6 +50,7 @@ class Runner:
         self.statements = statements
         self.instance_id = str(instance.id)
         self._scrub = scrub
+        self._guard_ping = database.settings.guard_ping.total_seconds()
         self._background = Background()
         self._report = Report(self.instance_id)
         self._closer = Closer(database, recorder, statements, self._background, scrub)
@@ -76,7 +80,7 @@ class Runner:
         return self.attempts.call(call)
 
     def _start(self, gate: Gate, execution: Execution) -> None:
-        gate.running = execution
+        gate.running.append(execution)
         self._stopper.watch(execution)
         if self._is_ending:  # its attempt was under way when the others were stopped
             execution.ask_to_stop(SHUTDOWN)
@@ -93,7 +97,7 @@ class Runner:
             log.exception("a run broke off", extra={"runId": execution.run_id})
             outcome = await self._closer.fail(execution, "failed", failure(error, self._scrub))
         finally:
-            gate.running = None
+            gate.running.remove(execution)
             self.active.discard(execution)
         self._log_ended(execution, outcome)
         execution.reply(outcome)
@@ -101,22 +105,17 @@ class Runner:
 
     async def _do(self, execution: Execution) -> Outcome:
         task, seat, lending = execution.task, execution.seat, execution.lending
-        run = execution.run = Run(
-            seat,
-            id=execution.run_id,
-            task=task.name,
-            payload=execution.call.payload,
-            instance=self.instance_id,
-            report=lambda done, total: self._progress(execution, done, total),
-        )
+        run = execution.run = Run(execution, self._scrub, lambda said: self._say(execution, said))
+        watching = self._guard(execution) if task.is_guarded else None
         loop = asyncio.get_running_loop()
         context = execution.call.context
         context.run(CONTEXT.set, lending)
         seat.connection.lending = lending
-        limit = task.timeout.total_seconds()
-        timer = loop.call_later(
-            limit, execution.ask_to_stop, Stop("timed_out", f"the task ran over its timeout of {limit:g} s")
-        )
+        timer = None
+        if task.timeout is not None:
+            limit = task.timeout.total_seconds()
+            stop = Stop("timed_out", f"the task ran over its timeout of {limit:g} s")
+            timer = loop.call_later(limit, execution.ask_to_stop, stop)
         execution.is_doing = True
         code: asyncio.Future[Returned]
         if task.is_async:
@@ -131,34 +130,61 @@ class Runner:
                 await asyncio.wait((code,))
             returned = Returned(error=asyncio.CancelledError()) if code.cancelled() else code.result()
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
+            if watching is not None:
+                await watching()
             execution.is_doing = False
             lending.is_over = True
         return await self._closer.close(execution, run, returned)
 
-    def _progress(self, execution: Execution, done: int, total: int | None) -> None:
-        loop = execution.answer.get_loop()
+    def _guard(self, execution: Execution) -> Callable[[], Coroutine[Any, Any, None]]:
+        """Ping the run's connection from now on, until what this gives is awaited."""
+        assert isinstance(execution.seat, AsyncSeat), "a guard is pinged from the loop"
+        guard = execution.guard = Guard(
+            execution.seat, self._guard_ping, lambda why: execution.ask_to_stop(Stop("lost", why))
+        )
+        watching = self.spawn(guard.watch())
+
+        async def end() -> None:
+            guard.end()
+            await watching
+
+        return end
+
+    def _say(self, execution: Execution, said: dict[str, Any]) -> None:
+        """Take what the run says of itself, from any thread."""
         try:
-            loop.call_soon_threadsafe(self._note_progress, execution, (done, total))
+            execution.answer.get_loop().call_soon_threadsafe(self._note, execution, said)
         except RuntimeError:
             pass  # the loop is closed
 
-    def _note_progress(self, execution: Execution, progress: tuple[int, int | None]) -> None:
-        execution.progress = progress
-        if execution.is_progress_written:
-            execution.is_progress_written = False
-            self.spawn(self._write_progress(execution))
+    def _note(self, execution: Execution, said: dict[str, Any]) -> None:
+        execution.said = {**(execution.said or {}), **said}
+        if execution.is_said_written:
+            execution.is_said_written = False
+            self.spawn(self._write_said(execution))
 
-    async def _write_progress(self, execution: Execution) -> None:
-        """Write the latest word only, and one after the other, so that an older one never comes last."""
+    async def _write_said(self, execution: Execution) -> None:
+        """Write the latest word only, and one after the other, so that an older one never comes last.
+
+        A log alone waits for a moment: most runs are over by then, and it is written with their end.
+        """
         try:
-            while execution.progress is not None:
-                (done, total), execution.progress = execution.progress, None
-                await self.recorder.put(runs.PROGRESS, {"nonce": execution.call.nonce, "done": done, "total": total})
+            while execution.said is not None:
+                if not execution.said:
+                    await asyncio.sleep(LOG_EVERY)
+                    if not execution.is_doing:
+                        return
+                said, execution.said = execution.said, None
+                execution.has_logged = False
+                await self.recorder.put(
+                    runs.PROGRESS, {"nonce": execution.call.nonce, **(said or {}), "log": execution.log()}
+                )
         except Unavailable:
             pass
         finally:
-            execution.is_progress_written = True
+            execution.is_said_written = True
 
     async def drain(self, timeout: float) -> None:
         """Take no new calls, wait `timeout` seconds for what runs, then cancel and record it; once."""
@@ -173,7 +199,7 @@ class Runner:
         for execution in self.active:
             # A thread that does not return: the process is about to end, and with it the connection.
             stop = execution.stop.result()
-            self._closer.end_row(execution.call.nonce, stop.status, stop.failure())
+            self._closer.end_row(execution.call.nonce, stop.status, stop.failure(), execution.log())
         self._is_drained = True
 
     async def _until_empty(self, timeout: float) -> None:

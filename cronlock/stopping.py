@@ -94,6 +94,9 @@ class Stopper:
 
     async def _hold(self, execution: Execution, code: "asyncio.Future[Returned]") -> None:
         """Keep the lock until the code has returned: the server's own limits are put off by pings."""
+        if execution.guard is not None:  # which pings already
+            await asyncio.wait((code,))
+            return
         seat = execution.seat
         assert self._database.server is not None
         message = locks.stopping(self._database.server)
@@ -120,7 +123,7 @@ class Stopper:
                 if not execution.is_doing:
                     continue
                 if connection.closed or is_gone(connection):
-                    execution.ask_to_stop(Stop("lost", str(lost())))
+                    execution.ask_to_stop(Stop("lost", str(lost(execution.task.is_guarded))))
                 elif (
                     not execution.lending.in_flight
                     and connection.pgconn.transaction_status == TransactionStatus.IDLE

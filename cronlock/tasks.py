@@ -5,18 +5,21 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import BaseModel, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from cronlock.config import Settings, parse_duration
 from cronlock.errors import ConfigError, PayloadInvalid, RegistrationError, UnknownTask
+from cronlock.keys import Key
 from cronlock.schedule import Schedule
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.ASCII)
 INT64 = range(-(2**63), 2**63)
+MODES = ("transaction", "guard")
+MOST_SLOTS = 100
 SkipStatus = Literal[200, 409, 503]
 
 
@@ -38,7 +41,7 @@ class Task:
     name: str
     function: Callable[..., Any]
     lock: Lock
-    timeout: timedelta
+    timeout: timedelta | None
     acquire_timeout: timedelta
     skip_status: SkipStatus
     schedule: str | None
@@ -47,7 +50,14 @@ class Task:
     payload_type: TypeAdapter[Any] | None = None
     takes_payload: bool = False
     mode: str = "transaction"
-    tags: dict[str, str] = field(default_factory=dict)
+    key: Key | None = None
+    max_concurrent: int = 1
+    min_interval: timedelta | None = None
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the lock has a transaction of its own, and the task opens its own."""
+        return self.mode == "guard"
 
     def validate(self, payload: dict[str, Any]) -> Any:
         """The payload as the task's annotated type, or as it is where there is none.
@@ -99,11 +109,21 @@ class Registry:
         raise UnknownTask(f"there is no task {name!r}; known: {known}")
 
     def add(self, task: Task) -> None:
-        """Register a task; raises `RegistrationError` if its name is taken."""
+        """Register a task.
+
+        Raises `RegistrationError` if its name is taken, or if a task of the same lock has other slots or another kind
+        of key: they would not exclude each other.
+        """
         if other := self._tasks.get(task.name):
             raise RegistrationError(
                 f"the task {task.name!r} is registered twice: {where(other.function)} and {where(task.function)}"
             )
+        for other in self._tasks.values():
+            if other.lock == task.lock and (other.max_concurrent, other.key) != (task.max_concurrent, task.key):
+                raise RegistrationError(
+                    f"the tasks {other.name!r} and {task.name!r} have one lock ({task.lock}); they must have the same"
+                    " max_concurrent and key, or each a lock of its own"
+                )
         self._tasks[task.name] = task
 
 
@@ -120,6 +140,10 @@ def declare(
     settings: Settings,
     *,
     lock: str | int | None,
+    mode: str,
+    key: str | None,
+    max_concurrent: int,
+    min_interval: str | float | timedelta | None,
     timeout: str | float | timedelta | None,
     acquire_timeout: str | float | timedelta | None,
     skip_status: int | None,
@@ -136,10 +160,25 @@ def declare(
         raise RegistrationError(f"the task name {name!r} is reserved")
     if skip_status not in (None, 200, 409, 503):
         raise RegistrationError(f"task {name!r}: skip_status must be 200, 409 or 503, not {skip_status!r}")
+    if mode not in MODES:
+        raise RegistrationError(f"task {name!r}: mode must be {' or '.join(map(repr, MODES))}, not {mode!r}")
+    if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or not 1 <= max_concurrent <= MOST_SLOTS:
+        raise RegistrationError(
+            f"task {name!r}: max_concurrent must be a whole number from 1 to {MOST_SLOTS}, not {max_concurrent!r}"
+        )
+    if isinstance(lock, int) and (max_concurrent > 1 or key is not None):
+        raise RegistrationError(
+            f"task {name!r}: a lock that is a number is one lock; give it a name to use max_concurrent or key"
+        )
     try:
         if schedule is not None:
             Schedule.parse(schedule, timezone)
-        task_timeout = settings.timeout if timeout is None else parse_duration(timeout)
+        task_key = None if key is None else Key.parse(key)
+        task_interval = (
+            None if min_interval is None else parse_duration(min_interval, longest=settings.retention_completed)
+        )
+        usual = None if mode == "guard" else settings.timeout
+        task_timeout = usual if timeout is None else parse_duration(timeout)
         task_acquire = settings.acquire_timeout if acquire_timeout is None else parse_duration(acquire_timeout)
     except (ConfigError, ValueError) as error:
         raise RegistrationError(f"task {name!r}: {error}") from None
@@ -147,7 +186,10 @@ def declare(
         raise RegistrationError(
             f"task {name!r}: {where(function)} is a generator, which nobody would run; remove `yield`"
         )
-    takes_payload, payload_type = payload_parameter(function, name)
+    takes_payload, annotation = payload_parameter(function, name)
+    payload_type = None if annotation is None else adapter(name, annotation)
+    if task_key is not None:
+        refuse_unknown_fields(name, task_key, annotation)
     return Task(
         name=name,
         function=function,
@@ -160,7 +202,23 @@ def declare(
         is_async=is_coroutine_function(function),
         payload_type=payload_type,
         takes_payload=takes_payload,
+        mode=mode,
+        key=task_key,
+        max_concurrent=max_concurrent,
+        min_interval=task_interval,
     )
+
+
+def refuse_unknown_fields(task: str, key: Key, model: Any) -> None:
+    """Raise `RegistrationError` if the key names a field that the task's model can never have."""
+    if not (isinstance(model, type) and issubclass(model, BaseModel)) or model.model_config.get("extra") == "allow":
+        return
+    known = {*model.model_fields, *model.model_computed_fields}
+    if unknown := [name for name in key.fields if name not in known]:
+        raise RegistrationError(
+            f"task {task!r}: key={key.template!r} names {', '.join(unknown)}, which {model.__name__} does not have;"
+            f" it has {', '.join(sorted(known)) or 'none'}"
+        )
 
 
 def task_lock(task: str, lock: str | int | None, namespace: str) -> Lock:
@@ -184,8 +242,8 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
     )
 
 
-def payload_parameter(function: Callable[..., Any], task: str) -> tuple[bool, TypeAdapter[Any] | None]:
-    """Whether the function takes a payload as its second argument, and the type it is validated to."""
+def payload_parameter(function: Callable[..., Any], task: str) -> tuple[bool, Any]:
+    """Whether the function takes a payload as its second argument, and what it is annotated with; None for anything."""
     parameters = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
@@ -202,10 +260,13 @@ def payload_parameter(function: Callable[..., Any], task: str) -> tuple[bool, Ty
     except Exception as error:
         raise RegistrationError(f"task {task!r}: the annotations cannot be read: {error}") from error
     annotation = hints.get(parameters[1].name, dict[str, Any])
-    if annotation is Any:
-        return True, None
+    return True, None if annotation is Any else annotation
+
+
+def adapter(task: str, annotation: Any) -> TypeAdapter[Any]:
+    """What validates a payload to `annotation`."""
     try:
-        return True, TypeAdapter(annotation)
+        return TypeAdapter(annotation)
     except PydanticSchemaGenerationError as error:
         raise RegistrationError(
             f"task {task!r}: pydantic cannot validate a payload as {annotation!r}: {error.message}"

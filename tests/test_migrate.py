@@ -26,7 +26,7 @@ from tests import Db
 from tests.observing import is_quiet, locks
 
 KEY = "hashtextextended('cronlock migrate' || chr(31) || 'cronlock', 0)"
-NEXT = "0002"
+NEXT = f"{int(REVISION) + 1:04}"
 MIGRATION = f'''
 from alembic import context, op
 

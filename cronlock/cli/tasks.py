@@ -56,7 +56,7 @@ def merged(reference: str) -> list[dict[str, Any]]:
             "timezone": task.timezone if task.schedule else None,
             "mode": task.mode,
             "lock_name": task.lock.name,
-            "timeout_ms": int(task.timeout.total_seconds() * 1000),
+            "timeout_ms": task.timeout and int(task.timeout.total_seconds() * 1000),
             "is_registered": True,
         }
         for task in cron.tasks

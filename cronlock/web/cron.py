@@ -5,12 +5,15 @@ is taken, before the secret is right.
 """
 
 import logging
+import re
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Scope, Send
 
 from cronlock import jsontext
 from cronlock.errors import CronlockError, PayloadError, PayloadInvalid, Unavailable
+from cronlock.gate import occurrence_fault
 from cronlock.outcome import Outcome
 from cronlock.web import answers
 from cronlock.web.answers import Answer, plain
@@ -24,6 +27,7 @@ log = logging.getLogger("cronlock.web")
 METHODS = ("GET", "POST")
 OWN_PARAMETERS = ("on_skip", "max", "seconds")
 SKIP_STATUSES = {"200": 200, "409": 409, "503": 503}
+ESCAPED = re.compile(rb'\\(["\\])')
 CALLERS = (
     (b"x-vercel-cron-schedule", "vercel"),
     (b"upstash-message-id", "qstash"),
@@ -49,6 +53,8 @@ class CronEndpoint:
             answer = await self.answer(scope, receive)
         except Unavailable as error:
             answer = answers.unavailable(error)
+        except PayloadInvalid as error:
+            answer = answers.invalid(error)
         except CronlockError as error:
             log.error("%s", error)
             answer = plain(503, "unavailable", [(b"retry-after", b"30")], reason="misconfigured")
@@ -81,13 +87,14 @@ class CronEndpoint:
                 own = {name: value for name, value in query.items() if name not in OWN_PARAMETERS}
                 given = jsontext.merge(own, body)
             payload = task.validate(given)
+            occurrence, scheduled_for = occurrence_of(headers, fields)
         except PayloadError as error:
             return plain(400, "bad_request", reason=str(error))
         except TooLarge:
             return plain(413, "too_large", reason=f"the body is longer than {self._max_body} bytes")
-        except PayloadInvalid as error:
-            return answers.invalid(error)
-        outcome: Outcome = await self._cron.start_call(task, payload, trigger="http", caller=recognise(fields))
+        outcome: Outcome = await self._cron.start_call(
+            task, payload, trigger="http", caller=recognise(fields), occurrence=occurrence, scheduled_for=scheduled_for
+        )
         return answers.of(outcome, skip_status)
 
     async def _body(self, fields: dict[bytes, bytes], receive: Receive) -> dict[str, object]:
@@ -109,6 +116,54 @@ class CronEndpoint:
             chunks.append(chunk)
             if not message.get("more_body", False):
                 return jsontext.parse_object(b"".join(chunks))
+
+
+def occurrence_of(headers: list[tuple[bytes, bytes]], fields: dict[bytes, bytes]) -> tuple[str | None, str | None]:
+    """The occurrence that a request names, and the time it was scheduled for (RFC 3339), each None if it names none.
+
+    `Idempotency-Key` (draft-ietf-httpapi-idempotency-key-header: a quoted string; a bare one is taken too), else
+    QStash's message id, the same for every delivery of a message, else Cloud Scheduler's job and time.
+
+    Raises `PayloadError` for a key that is empty, too long or not visible ASCII, and for two different ones.
+    """
+    keys = {value.strip() for name, value in headers if name == b"idempotency-key"}
+    if len(keys) > 1:
+        raise PayloadError("there are two Idempotency-Key headers with different values")
+    scheduled_for = moment(fields.get(b"x-cloudscheduler-scheduletime"))
+    if keys:
+        return checked(unquoted(keys.pop()), "Idempotency-Key"), scheduled_for
+    if message := fields.get(b"upstash-message-id"):
+        return checked(message, "Upstash-Message-Id"), scheduled_for
+    job = fields.get(b"x-cloudscheduler-jobname")
+    if job and scheduled_for:
+        return checked(job + b"/" + scheduled_for.encode(), "X-CloudScheduler-JobName"), scheduled_for
+    return None, scheduled_for
+
+
+def unquoted(value: bytes) -> bytes:
+    """A structured-field string without its quotes (RFC 9651, section 3.3.3); a bare value as it is."""
+    if len(value) < 2 or not value.startswith(b'"') or not value.endswith(b'"'):
+        return value
+    return ESCAPED.sub(rb"\1", value[1:-1])
+
+
+def checked(value: bytes, name: str) -> str:
+    """The text of an occurrence; raises `PayloadError` naming the header it came in."""
+    text = value.decode("ascii", "replace")
+    if not text.isascii():
+        raise PayloadError(f"{name} has characters that are not ASCII")
+    if fault := occurrence_fault(text):
+        raise PayloadError(f"{name} {fault}")
+    return text
+
+
+def moment(value: bytes | None) -> str | None:
+    """A time with its zone as it was sent; None for anything else, since it is for information only."""
+    try:
+        found = datetime.fromisoformat((value or b"").decode("ascii"))
+    except ValueError:
+        return None
+    return found.isoformat() if found.tzinfo is not None else None
 
 
 def is_json(content_type: bytes) -> bool:

@@ -1,0 +1,113 @@
+"""What runs need for keys, intervals, occurrences and logs; and indexes past a million skips."""
+
+from alembic import context, op
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+# Whatever broke off half way is begun again, so every statement here may come twice.
+COLUMNS = """
+ALTER TABLE {schema}.run ADD COLUMN IF NOT EXISTS log text, ADD COLUMN IF NOT EXISTS min_interval interval,
+    ADD COLUMN IF NOT EXISTS mode text;
+-- squawk-ignore ban-drop-not-null
+ALTER TABLE {schema}.task ALTER COLUMN lock_key DROP NOT NULL;
+"""
+
+# As before, and it writes the log; without a log it is what the code of revision 0001 calls.
+COMPLETE_RUN = """
+CREATE OR REPLACE FUNCTION {schema}.complete_run(run_id bigint, opened_us bigint, run_result text, is_touched boolean,
+    run_log text DEFAULT NULL)
+RETURNS boolean LANGUAGE plpgsql SET search_path = pg_catalog AS $$
+BEGIN
+    IF (extract(epoch FROM now()) * 1000000)::bigint <> opened_us THEN
+        RAISE EXCEPTION 'cronlock: this is not the transaction that took the lock' USING ERRCODE = '25000';
+    END IF;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    UPDATE {schema}.run r SET status = 'completed', finished_at = clock_timestamp(), result = run_result,
+           log = coalesce(run_log, r.log)
+     WHERE r.id = run_id AND r.status IN ('running', 'lost');
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'cronlock: no open run row' USING ERRCODE = '25000';
+    END IF;
+    IF NOT is_touched THEN
+        RETURN false;
+    END IF;
+    PERFORM pg_advisory_unlock_all();
+    RETURN EXISTS (SELECT FROM pg_prepared_statements p WHERE p.from_sql);
+END $$;
+"""
+
+DROP_BEFORE = """
+-- squawk-ignore ban-drop-function
+DROP FUNCTION IF EXISTS {schema}.complete_run(bigint, bigint, text, boolean)
+"""
+
+COMPLETE_RUN_BEFORE = """
+CREATE FUNCTION {schema}.complete_run(run_id bigint, opened_us bigint, run_result text, is_touched boolean)
+RETURNS boolean LANGUAGE plpgsql SET search_path = pg_catalog AS $$
+BEGIN
+    IF (extract(epoch FROM now()) * 1000000)::bigint <> opened_us THEN
+        RAISE EXCEPTION 'cronlock: this is not the transaction that took the lock' USING ERRCODE = '25000';
+    END IF;
+    PERFORM set_config('synchronous_commit', 'on', true);
+    UPDATE {schema}.run r SET status = 'completed', finished_at = clock_timestamp(), result = run_result
+     WHERE r.id = run_id AND r.status IN ('running', 'lost');
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'cronlock: no open run row' USING ERRCODE = '25000';
+    END IF;
+    IF NOT is_touched THEN
+        RETURN false;
+    END IF;
+    PERFORM pg_advisory_unlock_all();
+    RETURN EXISTS (SELECT FROM pg_prepared_statements p WHERE p.from_sql);
+END $$;
+"""
+
+# The first is the last word on occurrences: whatever decides about them, none completes twice.
+INDEXES = {
+    "run_occurrence_key": "UNIQUE INDEX {how} {name} ON {schema}.run (task, occurrence)"
+    " WHERE status = 'completed' AND occurrence IS NOT NULL",
+    "run_occurrence_idx": "INDEX {how} {name} ON {schema}.run (task, occurrence)"
+    " WHERE status <> 'skipped' AND occurrence IS NOT NULL",
+    "run_completed_idx": "INDEX {how} {name} ON {schema}.run (task, coalesce(key, ''), finished_at DESC)"
+    " WHERE status = 'completed'",
+    "run_task_run_idx": "INDEX {how} {name} ON {schema}.run (task, id DESC) WHERE status <> 'skipped'",
+}
+
+
+def quoted() -> str:
+    name: str = context.config.attributes["schema"]
+    return '"' + name.replace('"', '""') + '"'
+
+
+def execute(statement: str) -> None:
+    op.execute(statement.strip().format(schema=quoted()).replace(":", "\\:"))
+
+
+def upgrade() -> None:
+    execute("SET LOCAL lock_timeout = '2s'")
+    execute("SET LOCAL statement_timeout = '60s'")
+    execute("SET LOCAL search_path = pg_catalog")
+    for statement in COLUMNS.strip().removesuffix(";").split(";\n"):
+        execute(statement)
+    execute(DROP_BEFORE)
+    execute(COMPLETE_RUN)
+    with op.get_context().autocommit_block():
+        execute("SET search_path = pg_catalog")
+        for name, index in INDEXES.items():
+            execute("DROP INDEX CONCURRENTLY IF EXISTS {schema}." + name)
+            execute("CREATE " + index.format(how="CONCURRENTLY", name=name, schema="{schema}"))
+        execute("RESET search_path")
+
+
+def downgrade() -> None:
+    for name in INDEXES:
+        execute("DROP INDEX {schema}." + name)
+    execute("DROP FUNCTION {schema}.complete_run")
+    execute(COMPLETE_RUN_BEFORE)
+    # A task with a key has no lock of its own, and its row no place before; it is registered again.
+    execute("DELETE FROM {schema}.task WHERE lock_key IS NULL")
+    execute("ALTER TABLE {schema}.task ALTER COLUMN lock_key SET NOT NULL")
+    execute("ALTER TABLE {schema}.run DROP COLUMN log, DROP COLUMN min_interval, DROP COLUMN mode")
