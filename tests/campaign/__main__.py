@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from cronlock.errors import EmbeddedError
-from tests.campaign.report import report, write
+from tests.campaign.report import offending, report, table, write
 from tests.campaign.scenarios import LONG, SCENARIOS, SHORT, Result, Size, play
 from tests.campaign.stage import Unfit
 
@@ -79,6 +79,9 @@ async def campaign(sizes: dict[str, Size], seed: str, results: list[Result], unf
             tell(f"could not be played: {error}")
             continue
         results.append(result)
+        say(table([result]))
+        for line in offending(result):
+            say(line)
         tell("as promised" if result.is_kept else "NOT as promised")
 
 

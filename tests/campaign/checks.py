@@ -6,8 +6,8 @@ Each question gives one line of text for every offence, naming the rows.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests import Db
-from tests.campaign.tables import CALLER
+from tests import Db, value
+from tests.campaign.tables import CALLER, STEPS
 
 OVERLAPS = "overlaps of commits"
 FALSE_COMPLETED = "false completed"
@@ -68,7 +68,7 @@ CHECKS = (
     Check(
         FALSE_COMPLETED,
         """SELECT format('run %s of %s is completed, but its work is not there', r.id, r.task)
-             FROM cronlock.run r WHERE r.status = 'completed'
+             FROM cronlock.run r WHERE r.status = 'completed' AND r.mode IS DISTINCT FROM 'guard'
               AND NOT EXISTS (SELECT FROM campaign.effect e
                                WHERE e.run_id = r.id AND '{caller}' || e.call = r.caller)""",
     ),
@@ -93,6 +93,28 @@ CHECKS = (
              FROM campaign.answer a JOIN cronlock.run r ON r.id = a.run_id
             WHERE (a.status = 'completed') <> (r.status = 'completed') AND a.status <> 'unavailable'
               AND NOT (a.status = 'completed' AND r.status = 'lost') AND a.timeline = {timeline}""",
+    ),
+    Check(
+        FALSE_COMPLETED,
+        """SELECT format('guard run %s is completed, but did %s of {steps} steps while the fence was its own',
+                r.id, count(s.run_id))
+             FROM cronlock.run r LEFT JOIN campaign.step s ON s.run_id = r.id AND s.is_accepted
+            WHERE r.status = 'completed' AND r.mode = 'guard' GROUP BY r.id HAVING count(s.run_id) <> {steps}""",
+    ),
+    Check(
+        OVERLAPS,
+        """SELECT format('guard run %s ended %s, but a step of it was refused because a younger run had begun',
+                r.id, r.status)
+             FROM cronlock.run r JOIN campaign.step s ON s.run_id = r.id AND NOT s.is_accepted
+            WHERE r.status <> 'lost' AND r.error_type IS DISTINCT FROM 'LockLost'""",
+    ),
+    Check(
+        OVERLAPS,
+        """SELECT format('guard run %s is completed, but run %s did something while it held the lock', r.id, s.run_id)
+             FROM (SELECT r.id, min(s.at) AS first, max(s.at) AS last
+                     FROM cronlock.run r JOIN campaign.step s ON s.run_id = r.id
+                    WHERE r.status = 'completed' AND r.mode = 'guard' GROUP BY r.id) AS r
+             JOIN campaign.step s ON s.run_id <> r.id AND s.is_accepted AND s.at BETWEEN r.first AND r.last""",
     ),
     Check(
         LOST_RECORDS,
@@ -179,8 +201,14 @@ def find_broken(db: Db, timeline: int = 1) -> list[Broken]:
 def _find(db: Db, timeline: int) -> Iterator[Broken]:
     for check in CHECKS:
         query = check.query.replace("{timeline}", str(timeline)).replace("{caller}", CALLER)
+        query = query.replace("{steps}", str(STEPS))
         for (what,) in db.execute(query.encode()).fetchall():
             yield Broken(check.promise, what)
+
+
+def count_refused(db: Db) -> int:
+    """How many steps of guard runs were refused, because their lock was gone and they did not know it yet."""
+    return int(value(db, "SELECT count(*) FROM campaign.step WHERE NOT is_accepted"))
 
 
 def count_runs(db: Db) -> Counts:

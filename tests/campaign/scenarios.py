@@ -16,7 +16,17 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from tests.campaign import checks, timelines
 from tests.campaign.checks import Broken, Counts
 from tests.campaign.servers import Server
-from tests.campaign.stage import MOST_CONNECTIONS, POSTGRES, Stage, Unfit, going_on, judge, recover, staged
+from tests.campaign.stage import (
+    MOST_CONNECTIONS,
+    POSTGRES,
+    Stage,
+    Unfit,
+    going_on,
+    judge,
+    recover,
+    refused_steps,
+    staged,
+)
 from tests.campaign.standby import Standby
 from tests.campaign.tasks import TIMEOUT
 from tests.proxy import Proxy, end
@@ -107,6 +117,8 @@ async def finish(result: Result, stage: Stage) -> Result:
     await stage.end()
     stage.callers.write(stage.url)
     broken, counts = await asyncio.to_thread(judge, stage.url)
+    if refused := await asyncio.to_thread(refused_steps, stage.url):
+        result.notes.append(f"{refused} steps of guard runs that had lost their lock were refused by the fence")
     result.broken += broken
     result.counts = result.counts + counts
     result.take(stage)
@@ -354,9 +366,9 @@ async def fail_over(directory: Path, seed: str, tell: Tell) -> Result:
         order = list(stage.servers)
         chance.shuffle(order)
         for server in order:
-            proxy = stage.proxies[server.name]
-            proxy.port = replica.port
-            proxy.cut("rst")
+            for proxy in (stage.proxies[server.name], stage.outside[server.name]):
+                proxy.port = replica.port
+                proxy.cut("rst")
             server.timeline = 2
             tell(f"server {server.name} was sent to the new primary")
             await stage.play(chance.uniform(0.2, 1.0))
@@ -438,17 +450,20 @@ async def play(name: str, seed: str, size: Size, tell: Tell) -> Result:
     """
     directory = Path(tempfile.mkdtemp(prefix=f"cronlock-campaign-{name}-"))
     started = time.monotonic()
-    is_kept = False
+    is_wanted = True
     try:
         async with asyncio.timeout(most_seconds(size)):
             result = await SCENARIOS[name](directory, seed, size, tell)
-        is_kept = result.is_kept
+        is_wanted = not result.is_kept
+    except asyncio.CancelledError:
+        is_wanted = False
+        raise
     except TimeoutError:
         raise Unfit(f"{name} did not end within {most_seconds(size):g} s; see {directory}") from None
     finally:
-        if is_kept:
-            shutil.rmtree(directory, ignore_errors=True)
-        else:
+        if is_wanted:
             tell(f"what the servers said is in {directory}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
     result.seconds = time.monotonic() - started
     return result

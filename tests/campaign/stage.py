@@ -53,6 +53,7 @@ SETTINGS = {
     "CRONLOCK_RECORD_POOL_SIZE": str(RECORD_POOL_SIZE),
     "CRONLOCK_RECOVER_INTERVAL": "1s",
     "CRONLOCK_ACQUIRE_TIMEOUT": "2s",
+    "CRONLOCK_GUARD_PING": "1s",
 }
 """Lost runs are looked for far more often than by default: a run that is called lost wrongly shall have its chance."""
 QUIET_WITHIN = 30.0
@@ -73,6 +74,8 @@ class Stage:
     postgres: Embedded
     servers: list[Server]
     proxies: dict[str, Proxy]
+    outside: dict[str, Proxy]
+    """By server, the way of what its tasks in guard mode do outside; never harmed."""
     bouncer: Bouncer
     client: httpx2.AsyncClient
     callers: Callers
@@ -106,7 +109,7 @@ class Stage:
     def look(self) -> None:
         """Raise what ended a caller, forget what proxies heard, and note servers that ended by themselves."""
         self.callers.check()
-        for proxy in self.proxies.values():
+        for proxy in (*self.proxies.values(), *self.outside.values()):
             proxy.heard.clear()
         for server in self.servers:
             if server.is_ready and server.process is not None and (code := server.process.poll()) is not None:
@@ -191,8 +194,12 @@ async def staged(
         behind = NAMES if all_proxied else NAMES[1:]
         proxies = {name: await stack.enter_async_context(Proxy(host, port)) for name in behind}
 
+        outside = {name: await stack.enter_async_context(Proxy(host, port)) for name in NAMES}
+
         def through(name: str) -> str:
-            nearest = proxies[name].listening if name in proxies else port
+            return by(name, proxies[name].listening if name in proxies else port)
+
+        def by(name: str, nearest: int) -> str:
             return f"postgresql://campaign_{name}:{password}@127.0.0.1:{nearest}/postgres"
 
         bouncer = Bouncer(directory, through("four"), pool_size=2 * POOL_SIZE)
@@ -201,6 +208,7 @@ async def staged(
         servers = []
         for name in NAMES:
             given = {"DATABASE_URL": through(name), "CRONLOCK_RELEASE": name, **SETTINGS}
+            given["CAMPAIGN_OUTSIDE_URL"] = by(name, outside[name].listening)
             if name == "four":
                 given |= {
                     "DATABASE_URL": bouncer.url("postgres"),
@@ -214,7 +222,7 @@ async def staged(
         ports = {port, bouncer.port, *(proxy.listening for proxy in proxies.values())}
         observer = Observer(postgres.url, servers, ports)
         load = Callers(servers, seed, callers, pause)
-        stage = Stage(directory, postgres, servers, proxies, bouncer, client, load, observer)
+        stage = Stage(directory, postgres, servers, proxies, outside, bouncer, client, load, observer)
         await asyncio.gather(*(stage.start(server) for server in servers))
         stack.push_async_callback(load.abandon)
         for looking in (observer.watch(), observer.measure()):
@@ -239,7 +247,8 @@ def prepare(url: str, password: str, names: Iterable[str] = NAMES) -> None:
     """Make the campaign's tables, and a role that may use them and cronlock's for each of these servers."""
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(SCHEMA.encode())
-        connection.execute("INSERT INTO campaign.counter SELECT unnest(%s::text[])", (list(LOCKS),))
+        for table in ("counter", "fence"):
+            connection.execute(f"INSERT INTO campaign.{table} SELECT unnest(%s::text[])".encode(), (list(LOCKS),))
         for name in names:
             role = sql.Identifier(f"campaign_{name}")
             connection.execute(sql.SQL(ROLE).format(role=role, password=sql.Literal(password)))
@@ -271,3 +280,9 @@ def judge(url: str, timeline: int = 1) -> tuple[list[checks.Broken], checks.Coun
     """What the checker says of a database."""
     with psycopg.connect(url, autocommit=True) as db:
         return checks.find_broken(db, timeline), checks.count_runs(db)
+
+
+def refused_steps(url: str) -> int:
+    """See `checks.count_refused`."""
+    with psycopg.connect(url, autocommit=True) as db:
+        return checks.count_refused(db)

@@ -13,6 +13,14 @@ CREATE TABLE campaign.effect (
     ended_at timestamptz,
     process_clock timestamptz
 );
+CREATE TABLE campaign.fence (lock_name text PRIMARY KEY, run_id bigint NOT NULL DEFAULT 0);
+CREATE TABLE campaign.step (
+    run_id bigint NOT NULL,
+    call bigint NOT NULL,
+    number integer NOT NULL,
+    is_accepted boolean NOT NULL,
+    at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
 CREATE TABLE campaign.answer (
     call bigint NOT NULL,
     server text NOT NULL,
@@ -33,10 +41,13 @@ GRANT SELECT ON ALL TABLES IN SCHEMA cronlock, campaign TO {role};
 GRANT INSERT, UPDATE ON cronlock.task TO {role};
 GRANT INSERT, UPDATE, DELETE ON cronlock.run TO {role};
 GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA cronlock TO {role};
-GRANT UPDATE ON campaign.counter TO {role};
-GRANT INSERT, UPDATE ON campaign.effect TO {role};
+GRANT UPDATE ON campaign.counter, campaign.fence TO {role};
+GRANT INSERT, UPDATE ON campaign.effect, campaign.step TO {role};
 """
 """Those of docs/roles.md, and what the tasks need."""
+
+STEPS = 4
+"""What a run in guard mode does outside, one after the other."""
 
 CALLER = "campaign/"
 """What a call's User-Agent begins with; its number follows."""
