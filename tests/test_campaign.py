@@ -295,6 +295,15 @@ def test_the_report_names_what_was_not_as_promised_and_has_its_place_in_a_page(t
     assert page.read_text() == f"# Before\n\n{BEGIN}\n\n{text}\n\n{END}\n\nafter\n"
 
 
+def test_the_page_tells_every_scenario_and_its_size_and_has_its_place_for_the_report(project: Path) -> None:
+    text = (project / "docs" / "reliability.md").read_text()
+    assert text.count(BEGIN) == text.count(END) == 1
+    told = dict(re.findall(r"^\| `([a-z]+)` \| (.+) \|$", text.split(BEGIN)[0], re.MULTILINE))
+    assert list(told) == list(scenarios.SCENARIOS) == list(scenarios.LONG) == list(scenarios.SHORT)
+    for name, size in scenarios.LONG.items():
+        assert not size.events or f"{size.events} times" in told[name]
+
+
 # -- real servers ----------------------------------------------------------------------------------------------
 
 
