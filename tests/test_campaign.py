@@ -1,5 +1,6 @@
 """The fault campaign can fail: each kind of violation is planted and found, and what it starts it ends."""
 
+import asyncio
 import re
 import shutil
 import signal
@@ -17,10 +18,12 @@ from cronlock.embedded import Embedded
 from cronlock.migrate import migrate
 from tests import Db, until
 from tests.campaign import checks, scenarios, stage, tables, timelines
+from tests.campaign.callers import Callers
 from tests.campaign.checks import FALSE_COMPLETED, LOST_RECORDS, OVERLAPS, WRONGLY_LOST
+from tests.campaign.observer import Observer
 from tests.campaign.report import BEGIN, END, report, write
 from tests.campaign.scenarios import Result, Size
-from tests.campaign.stage import POSTGRES, staged
+from tests.campaign.stage import MOST_CONNECTIONS, POSTGRES, going_on, staged
 from tests.commands import Running, descendants, environment, is_alive
 
 pytestmark = pytest.mark.anyio
@@ -280,7 +283,54 @@ def test_answers_are_held_against_their_own_timeline_and_open_ones_against_both(
     ]
 
 
-# -- limits and the report -------------------------------------------------------------------------------------
+# -- limits -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def observer(machine: Embedded) -> Observer:
+    """One that watches no process yet."""
+    return Observer(machine.url, [], set())
+
+
+async def test_a_lock_that_outlives_its_holder_is_seen_by_the_databases_clock(
+    machine: Embedded, observer: Observer
+) -> None:
+    login = make_conninfo(machine.url, user="campaign_one", password="secret")
+    async with going_on(observer.watch()), await psycopg.AsyncConnection.connect(login) as holder:
+        await holder.execute("SELECT pg_advisory_xact_lock(1)")
+        at = await observer.clock()
+        dead, other = observer.died(at, role="campaign_one"), observer.died(at, role="campaign_two")
+        dead.before = await observer.clock()
+        await until(lambda: dead.held > 0.5, "the lock is seen")
+        await holder.rollback()
+        await until(lambda: dead.is_over, "its end is seen")
+        seen = dead.held
+        await holder.execute("SELECT pg_advisory_xact_lock(1)")  # the next process's
+        await asyncio.sleep(0.3)
+    assert 0.5 < dead.held == seen < 2
+    assert other.held == 0
+    result = Result("kills", "", held_limit=0.0)
+    result.take(Callers([], "", 0, 0), observer)
+    assert any(re.fullmatch(r"a lock was held for .* s after its holder's death", fault) for fault in result.faults)
+
+
+def test_limits_that_were_passed_are_faults(observer: Observer) -> None:
+    observer.most_connections = {"one": MOST_CONNECTIONS, "two": MOST_CONNECTIONS + 1}
+    observer.resident = {("one", 1): [(float(second), 1000 + second) for second in range(300)]}
+    result = Result("soak", "", counts=checks.Counts(completed=1), is_growth_sure=True)
+    result.growth = observer.growth(100.0)
+    result.take(Callers([], "", 0, 0), observer)
+    assert result.faults == [
+        f"a server had {MOST_CONNECTIONS + 1} connections; {MOST_CONNECTIONS} are configured",
+        "a server's memory grew by 16.2%",
+    ]
+    assert observer.growth(200.0) is None  # it did not live long enough
+    idle = Result("soak", "")
+    idle.take(Callers([], "", 0, 0), Observer("", [], set()))
+    assert idle.faults == ["nothing was completed: this shows nothing"]
+
+
+# -- the report ------------------------------------------------------------------------------------------------
 
 
 def test_the_report_names_what_was_not_as_promised_and_has_its_place_in_a_page(tmp_path: Path) -> None:
@@ -310,6 +360,7 @@ def test_the_page_tells_every_scenario_and_its_size_and_has_its_place_for_the_re
 async def test_a_short_scenario_keeps_the_promise() -> None:
     told: list[str] = []
     result = await scenarios.play("kills", "a test", Size(events=2), told.append)
+    assert 3 < result.connections <= MOST_CONNECTIONS
     assert (result.broken, result.faults) == ([], [])
     assert [line.split(":")[0] for line in told] == ["kill 1 of 2", "kill 2 of 2"]
     assert result.counts.completed > 20

@@ -14,7 +14,9 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from tests.campaign import checks, timelines
+from tests.campaign.callers import Callers
 from tests.campaign.checks import Broken, Counts
+from tests.campaign.observer import Observer
 from tests.campaign.servers import Server
 from tests.campaign.stage import (
     MOST_CONNECTIONS,
@@ -91,13 +93,11 @@ class Result:
         """Whether everything was as promised."""
         return not self.broken and not self.faults
 
-    def take(self, stage: Stage) -> None:
-        """Take over what the stage saw, and hold it against the limits."""
-        self.calls, self.broken_calls = stage.callers.calls, stage.callers.broken
-        self.unavailable = stage.callers.unavailable
-        self.held = stage.observer.longest_held
-        self.connections = max(stage.observer.most_connections.values(), default=0)
-        self.faults += stage.faults
+    def take(self, callers: Callers, observer: Observer) -> None:
+        """Take over what was seen, and hold it against the limits."""
+        self.calls, self.broken_calls, self.unavailable = callers.calls, callers.broken, callers.unavailable
+        self.held = observer.longest_held
+        self.connections = max(observer.most_connections.values(), default=0)
         if self.held is not None and self.held_limit is not None and self.held > self.held_limit + LOOK:
             self.faults.append(f"a lock was held for {self.held:.2f} s after its holder's death")
         if self.connections > MOST_CONNECTIONS:
@@ -121,7 +121,8 @@ async def finish(result: Result, stage: Stage) -> Result:
         result.notes.append(f"{refused} steps of guard runs that had lost their lock were refused by the fence")
     result.broken += broken
     result.counts = result.counts + counts
-    result.take(stage)
+    result.faults += stage.faults
+    result.take(stage.callers, stage.observer)
     return result
 
 
@@ -384,7 +385,8 @@ async def fail_over(directory: Path, seed: str, tell: Tell) -> Result:
             result.broken += timelines.find_unknown(old, new)
             result.counts = timelines.count_together(old, new)
             result.notes.append(timelines.describe(old, new))
-        result.take(stage)
+        result.faults += stage.faults
+        result.take(stage.callers, stage.observer)
     return result
 
 
