@@ -21,6 +21,12 @@ SELECT extract(epoch FROM clock_timestamp())::float8, a.usename, a.pid, extract(
 """
 """Every lock of our servers, with the time; one row with only the time if there is none."""
 
+OUTSIDE = "outside"
+"""The application name of what tasks in guard mode do outside, which is not cronlock's."""
+
+SESSIONS = f"""SELECT usename, count(*)::integer FROM pg_stat_activity
+    WHERE starts_with(usename, 'campaign_') AND application_name <> '{OUTSIDE}' GROUP BY 1"""
+
 
 @dataclass(eq=False)
 class Death:
@@ -102,14 +108,22 @@ class Observer:
     async def measure(self) -> None:
         """Look at the processes."""
         while True:
-            self._measure()
+            try:
+                async with await psycopg.AsyncConnection.connect(
+                    self.url, autocommit=True, connect_timeout=5, application_name="observer"
+                ) as connection:
+                    sessions: dict[str, int] = dict(await (await connection.execute(SESSIONS)).fetchall())
+            except psycopg.Error:
+                sessions = {}
+            self._measure(sessions)
             await asyncio.sleep(MEASURES_EVERY)
 
-    def _measure(self) -> None:
+    def _measure(self, sessions: dict[str, int]) -> None:
         for server in self.servers:
             if not server.is_ready:
                 continue
-            seen = server.connections(self.ports)
+            # A request to cancel has a socket for a moment and no session; a broken session has no socket.
+            seen = min(server.connections(self.ports), sessions.get(server.role, 0))
             self.most_connections[server.name] = max(seen, self.most_connections.get(server.name, 0))
             if (kib := server.resident()) is not None:
                 self.resident.setdefault((server.name, server.pid), []).append((time.monotonic(), kib))

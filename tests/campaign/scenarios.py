@@ -373,6 +373,7 @@ async def fail_over(directory: Path, seed: str, tell: Tell) -> Result:
             server.timeline = 2
             tell(f"server {server.name} was sent to the new primary")
             await stage.play(chance.uniform(0.2, 1.0))
+        stage.observer.url = replica.url
         await stage.play(4.0)
         await stage.end()
         await stage.until_quiet(replica.url)

@@ -28,7 +28,7 @@ from cronlock.embedded import Embedded
 from cronlock.migrate import migrate
 from tests.campaign import checks
 from tests.campaign.callers import Callers
-from tests.campaign.observer import Death, Observer
+from tests.campaign.observer import OUTSIDE, Death, Observer
 from tests.campaign.servers import ENDS_WITHIN, Server
 from tests.campaign.tables import GRANTS, ROLE, SCHEMA
 from tests.campaign.tasks import LOCKS
@@ -208,7 +208,7 @@ async def staged(
         servers = []
         for name in NAMES:
             given = {"DATABASE_URL": through(name), "CRONLOCK_RELEASE": name, **SETTINGS}
-            given["CAMPAIGN_OUTSIDE_URL"] = by(name, outside[name].listening)
+            given["CAMPAIGN_OUTSIDE_URL"] = f"{by(name, outside[name].listening)}?application_name={OUTSIDE}"
             if name == "four":
                 given |= {
                     "DATABASE_URL": bouncer.url("postgres"),
