@@ -34,6 +34,7 @@ NOT_SECRETS = frozenset({"undefined", "none", "null"})
 
 SHORTEST_DURATION = timedelta(milliseconds=1)  # shorter is 0 ms to PostgreSQL, which means "no limit"
 LONGEST_TIMEOUT = timedelta(days=24)  # PostgreSQL's timeouts are milliseconds in 31 bits: 24.8 days
+SHORTEST_PING, LONGEST_PING = timedelta(milliseconds=100), timedelta(hours=1)
 LONGEST_RETENTION = timedelta(days=3650)
 LARGEST_BODY = 128 * 1024**2  # jsonb holds strings below 256 MiB
 
@@ -117,6 +118,13 @@ def _shown(value: object) -> str:
 
 def _retention(value: object) -> timedelta:
     return parse_duration(value, longest=LONGEST_RETENTION)
+
+
+def _ping(value: object) -> timedelta:
+    span = parse_duration(value, longest=LONGEST_PING)
+    if span < SHORTEST_PING:
+        raise ValueError(f"{_shown(value)} is too short for a ping; write at least '100ms'")
+    return span
 
 
 def _number(value: object) -> object:
@@ -260,7 +268,7 @@ class Settings(BaseSettings):
     timeout: Duration = setting(
         timedelta(seconds=120), "CRONLOCK_TIMEOUT", example="120s", about="how long a run may take"
     )
-    guard_ping: Duration = setting(
+    guard_ping: Annotated[timedelta, BeforeValidator(_ping)] = setting(
         timedelta(seconds=5),
         "CRONLOCK_GUARD_PING",
         example="5s",

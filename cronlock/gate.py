@@ -98,6 +98,10 @@ class Call:
             or task.is_guarded
         )
 
+    def is_alike(self, other: "Call") -> bool:
+        """Whether a transaction that was opened for the other will do for this one."""
+        return self.task is other.task and self.occurrence == other.occurrence
+
     @property
     def is_asked_first(self) -> bool:
         """Whether the records may forbid this call although its lock is free."""

@@ -341,6 +341,30 @@ async def test_check_refuses_in_a_thread_when_the_guard_is_silent(
         proxy.flow()
 
 
+async def test_check_refuses_in_a_thread_while_the_event_loop_is_blocked(make_cron: Make, db: Db) -> None:
+    entered = threading.Event()
+    told: list[tuple[str, int]] = []
+    cron = make_cron(guard_ping="400ms")
+
+    @cron.task("once", mode="guard")
+    def once(run: Run) -> None:
+        entered.set()
+        while True:
+            try:
+                run.check()
+            except (LockLost, StatementRefused) as error:
+                told.append((type(error).__name__, len(holders(db, "once"))))
+                raise
+            time.sleep(0.01)
+
+    async with cron:
+        calling = asyncio.create_task(cron.run("once"))
+        await until(entered.is_set, "it runs")
+        time.sleep(2)
+        assert told == [("LockLost", 1)], "before the server lets the lock go"
+        assert (await calling).status == "lost"
+
+
 async def test_a_blocked_event_loop_loses_the_lock_and_the_run_never_says_completed(make_cron: Make, db: Db) -> None:
     async def once(run: Run) -> str:
         time.sleep(PING * 6)
