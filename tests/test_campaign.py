@@ -357,6 +357,7 @@ def test_the_page_tells_every_scenario_and_its_size_and_has_its_place_for_the_re
 # -- real servers ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)
 async def test_a_short_scenario_keeps_the_promise() -> None:
     told: list[str] = []
     result = await scenarios.play("kills", "a test", Size(events=2), told.append)
@@ -368,6 +369,7 @@ async def test_a_short_scenario_keeps_the_promise() -> None:
     assert result.calls > result.counts.started
 
 
+@pytest.mark.timeout(300)
 async def test_servers_that_do_not_share_their_locks_are_found_to_overlap(tmp_path: Path) -> None:
     place = Path(tempfile.mkdtemp(prefix="cronlock-campaign-test-"))
     apart = {"one": {"CRONLOCK_NAMESPACE": "another"}}
@@ -381,16 +383,17 @@ async def test_servers_that_do_not_share_their_locks_are_found_to_overlap(tmp_pa
     assert not result.is_kept
 
 
+@pytest.mark.timeout(300)
 async def test_ctrl_c_ends_everything_that_was_started(tmp_path: Path) -> None:
     place = Path(tempfile.mkdtemp(prefix="cronlock-campaign-test-"))
     place.chmod(0o755)
     command = (sys.executable, "-m", "tests.campaign", "--only", "kills")
     with Running(cwd=tmp_path, env={**environment(), "TMPDIR": str(place)}, command=command) as campaign:
-        campaign.until_says("kill 1 of 100", 60)
+        campaign.until_says("kill 1 of 100", 120)
         begun = descendants(campaign.process.pid)
         assert len(begun) > 5
         campaign.send(signal.SIGINT)
-        assert campaign.ends(60) == 2
+        assert campaign.ends(120) == 2
     assert "interrupted" in campaign.said
     await until(lambda: not any(map(is_alive, begun)), "everything has ended", 10)
     place.rmdir()  # nothing is left in it
