@@ -268,6 +268,14 @@ def test_a_time_that_is_not_the_databases_is_found(plant: Garden) -> None:
     assert what.startswith("run 1: ")
 
 
+def test_a_run_that_is_lost_though_nothing_happened_is_found(plant: Garden) -> None:
+    plant.run(20, "lost", mode="guard")
+    assert plant.db.execute(checks.LOST_IN_PEACE).fetchall() == [
+        ("run 8 of stock is lost, though nothing took its lock: no word",)
+    ]
+    assert plant.db.execute(checks.LOST_GUARDS).fetchall() == [("guard run 20 of stock lost its lock: no word",)]
+
+
 def test_answers_are_held_against_their_own_timeline_and_open_ones_against_both(plant: Garden) -> None:
     plant.db.execute("INSERT INTO campaign.answer VALUES (20, 'one', 200, 'completed', 20, 2)")
     assert plant.found() == []
@@ -321,7 +329,7 @@ def test_limits_that_were_passed_are_faults(observer: Observer) -> None:
     result.growth = observer.growth(100.0)
     result.take(Callers([], "", 0, 0), observer)
     assert result.faults == [
-        f"a server had {MOST_CONNECTIONS + 1} connections; {MOST_CONNECTIONS} are configured",
+        f"a server had {MOST_CONNECTIONS + 1} connections; {MOST_CONNECTIONS} are allowed",
         "a server's memory grew by 16.2%",
     ]
     assert observer.growth(200.0) is None  # it did not live long enough

@@ -172,6 +172,18 @@ SELECT format('%s: %s', what, at) FROM seen
 """
 """Times that are outside the scenario, which began at `began`."""
 
+LOST_IN_PEACE = """
+SELECT format('run %s of %s is lost, though nothing took its lock: %s', id, task, coalesce(error_message, 'no word'))
+  FROM cronlock.run WHERE status = 'lost' AND mode IS DISTINCT FROM 'guard' ORDER BY id
+"""
+"""For scenarios in which no process and no connection was harmed."""
+
+LOST_GUARDS = """
+SELECT format('guard run %s of %s lost its lock: %s', id, task, coalesce(error_message, 'no word'))
+  FROM cronlock.run WHERE status = 'lost' AND mode = 'guard' ORDER BY id
+"""
+"""A guard that is not pinged in time, as on a machine that is busier than it can be, is lost by right."""
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:

@@ -11,7 +11,6 @@ from benchmarks import machine
 from cronlock.binaries import find_binaries
 from tests.campaign.checks import FALSE_COMPLETED, LOST_RECORDS, OVERLAPS, WRONGLY_LOST
 from tests.campaign.scenarios import Result, duration
-from tests.campaign.stage import MOST_CONNECTIONS
 
 BEGIN = "<!-- campaign: what follows is written by `./run campaign --report` -->"
 END = "<!-- campaign: end -->"
@@ -47,7 +46,7 @@ def _row(result: Result) -> str:
         *promises,
         "-" if result.held is None else f"{result.held:.2f} s",
         "-" if result.growth is None else f"{result.growth:+.1%}",
-        f"{result.connections} of {MOST_CONNECTIONS}",
+        f"{result.connections} of {result.connections_limit}",
         duration(result.seconds),
     )
     return f"| {' | '.join(cells)} |"
