@@ -3,7 +3,7 @@
 The layers, each of which imports only from those below it:
 
     cli
-    development
+    development | fixtures
     serving
     loading | logs
     app
@@ -19,6 +19,7 @@ The layers, each of which imports only from those below it:
     explain | stats
     runs
     locks
+    template
     database | migrate | models
     seats
     lending | outcome
