@@ -25,7 +25,7 @@ The layers, each of which imports only from those below it:
     lending | outcome
     tasks
     keys
-    config | embedded | schedule
+    config | embedded | revision | schedule
     cluster
     postmaster
     binaries

@@ -1,4 +1,4 @@
-"""Is the database there, is its schema the one this code knows, and do its tasks' locks not collide?
+"""Is the database there, is its schema one this code works with, and do its tasks' locks not collide?
 
 Looked at before the first call and again by the timer; until it is well every call is answered 503 with a
 reason. Two tasks of one app whose different lock names give one key stop the start: PostgreSQL's hashtext
@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from cronlock import runs
+from cronlock import revision, runs, stats
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import RegistrationError, Unavailable
 from cronlock.models import REVISION
@@ -33,6 +33,7 @@ class Readiness:
         self._registry = registry
         self._looking: asyncio.Task[None] | None = None
         self._told: set[tuple[object, ...]] = set()
+        self._is_next = False
         self.is_ready = False
 
     async def require(self) -> None:
@@ -111,25 +112,20 @@ class Readiness:
     async def _check_revision(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]", limit: float) -> None:
         schema = self._database.settings.schema_name
         table = sql.Identifier(schema, "alembic_version")
-        query = sql.SQL("SELECT version_num FROM {}").format(table).as_bytes(None)
+        query = sql.SQL(stats.REVISIONS).format(alembic_version=table).as_bytes(None)
         try:
             (rows,) = await within(limit, connection, ask(connection, query))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-            raise Unavailable(
-                "schema_missing",
-                f"the schema {schema!r} is not installed; run: cronlock migrate",
-                retry_after=30,
-            ) from None
-        found = ", ".join(str(row[0]) for row in rows) or "none"
-        if found != REVISION:
-            advice = (
-                "run: cronlock migrate" if found < REVISION or found == "none" else "deploy the newer cronlock here"
-            )
-            raise Unavailable(
-                "schema_unknown",
-                f"the schema {schema!r} is at revision {found}, this cronlock needs {REVISION}; {advice}",
-                retry_after=30,
-            )
+            raise revision.missing(schema) from None
+        found = [str(row[0]) for row in rows]
+        if revision.require(found, REVISION, schema) and not self._is_next:
+            self._is_next = True
+            log.warning(
+                "the schema %r is at revision %s, one after that of this cronlock (%s), which works with it;"
+                " deploy the newer cronlock here before the next migration",
+                schema, found[0], REVISION,
+                extra={"event": "schema.next"},
+            )  # fmt: skip
 
 
 def options(task: Task) -> dict[str, Any]:

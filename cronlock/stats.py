@@ -15,6 +15,8 @@ from cronlock.runs import HERE
 Row = dict[str, Any]
 Connection = psycopg.Connection[Any]
 
+REVISIONS = "SELECT version_num FROM {alembic_version}"
+
 DURATION = "(extract(epoch FROM coalesce(r.finished_at, clock_timestamp()) - r.started_at) * 1000)::bigint"
 
 RUNS = f"""
@@ -110,10 +112,9 @@ def locks(connection: Connection, schema: str) -> list[Row]:
     return read(connection, LOCKS, schema)
 
 
-def revision(connection: Connection, schema: str) -> str | None:
-    """The revision of the schema; raises psycopg's `UndefinedTable` or `InvalidSchemaName` if there is none."""
-    rows = read(connection, "SELECT version_num FROM {alembic_version}", schema)
-    return str(rows[0]["version_num"]) if len(rows) == 1 else None
+def revisions(connection: Connection, schema: str) -> list[str]:
+    """The revisions of the schema; raises psycopg's `UndefinedTable` or `InvalidSchemaName` if there is none."""
+    return [row["version_num"] for row in read(connection, REVISIONS, schema)]
 
 
 def read(connection: Connection, text: str, schema: str, **values: Any) -> list[Row]:

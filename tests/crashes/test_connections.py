@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -566,3 +567,45 @@ async def test_100_calls_cancelled_at_any_moment_leave_pool_and_server_as_they_w
         assert sessions is not None
         assert sessions[0] <= 4 + 4 + 2
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def memory() -> int:
+    """The resident memory of this process in KiB (Linux)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1])
+
+
+async def test_200_calls_into_a_black_hole_are_503_in_time_while_probes_answer_and_memory_stays(
+    make_proxied: Make, proxy: Proxy, db: Db
+) -> None:
+    cron = make_proxied(acquire_timeout="2s")
+    for number in range(10):
+        cron.task(f"task-{number}")(task_of(nothing, is_async=number % 2 == 0))
+    async with serving(cron.app()) as client:
+        await asyncio.gather(*(client.get(f"/cron/task-{number}") for number in range(10)))
+        proxy.stall()
+
+        async def one(path: str) -> tuple[int, float]:
+            began = time.monotonic()
+            return (await client.get(path)).status_code, time.monotonic() - began
+
+        seen: list[tuple[int, int]] = []
+        for _ in range(5):
+            calls = [one(f"/cron/task-{number % 10}") for number in range(40)]
+            answers = await asyncio.gather(*calls, one("/healthz"), one("/readyz"))
+            assert {code for code, _ in answers[:40]} == {503}
+            assert max(took for _, took in answers) < 4
+            assert answers[40][0] == 200
+            assert answers[40][1] < 1
+            seen.append((memory(), tasks()))
+        (first, waiting), (last, still_waiting) = seen[0], seen[-1]
+        assert last - first < 8 * 1024
+        assert still_waiting <= waiting + 5
+        proxy.flow()
+        flowed = time.monotonic()
+        while (await client.get("/cron/task-0")).status_code != 200:
+            assert time.monotonic() - flowed < 3
+            await asyncio.sleep(0.05)
+        answers = await asyncio.gather(*(one(f"/cron/task-{number}") for number in range(10)), one("/readyz"))
+        assert {code for code, _ in answers} == {200}
+        await until(lambda: is_quiet(db), "everything is given back")
