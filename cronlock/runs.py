@@ -146,11 +146,14 @@ held AS MATERIALIZED (
      WHERE r.id IS NOT NULL OR coalesce(g.application_name, '') NOT LIKE 'cronlock:%'
      ORDER BY k.lock_key, r.id DESC NULLS LAST)"""
 
+# The answer to it was lost, and its holder may have gone since: what is written stays.
+WRITTEN_BEFORE = "(a.is_resent AND EXISTS (SELECT FROM {run} s WHERE s.nonce = a.nonce))"
+
 # The skips by a holder that can be seen, or by a pause, in one statement; no row for a call that may be tried.
 SKIP_SEEN = f"""
 WITH asked AS MATERIALIZED (
     SELECT * FROM json_to_recordset({{rows}}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint,
-        trigger text, caller text)),
+        trigger text, caller text, is_resent boolean)),
 keyed AS (SELECT DISTINCT a.lock_key FROM asked a),
 {HELD},
 made AS (
@@ -164,6 +167,7 @@ made AS (
            CASE WHEN t.paused_at IS NULL THEN h.application_name END
       FROM asked a LEFT JOIN {{task}} t ON t.name = a.task LEFT JOIN held h ON h.lock_key = a.lock_key
      WHERE t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL
+        OR {WRITTEN_BEFORE}
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
  RETURNING nonce, id, reason, lock_key)
 SELECT m.nonce::text, m.id, m.reason, CASE WHEN m.reason <> 'paused' THEN h.told END
@@ -178,7 +182,7 @@ WITH asked AS MATERIALIZED (
     SELECT a.*, coalesce(a.slots[1], hashtextextended(concat(a.lock_name, chr(31), a.key), 0)) AS lock_key
       FROM json_to_recordset({{rows}}::json) AS a(nonce uuid, task text, key text, occurrence text,
            scheduled_for timestamptz, min_interval interval, lock_name text, slots bigint[], trigger text,
-           caller text)),
+           caller text, is_resent boolean)),
 keyed AS (SELECT DISTINCT k.lock_key FROM asked a CROSS JOIN LATERAL unnest(a.slots) k(lock_key)),
 {HELD},
 decided AS MATERIALIZED (
@@ -203,7 +207,8 @@ decided AS MATERIALIZED (
               AND NOT EXISTS (SELECT FROM unnest(a.slots) s(lock_key)
                                WHERE NOT EXISTS (SELECT FROM held o WHERE o.lock_key = s.lock_key))
             ORDER BY h.run_id LIMIT 1) h ON true
-     WHERE unwanted.reason IS NOT NULL OR twin.id IS NOT NULL OR h.told IS NOT NULL),
+     WHERE unwanted.reason IS NOT NULL OR twin.id IS NOT NULL OR h.told IS NOT NULL
+        OR {WRITTEN_BEFORE}),
 made AS (
     INSERT INTO {{run}} (nonce, task, key, status, reason, started_at, finished_at, trigger, caller, occurrence,
         scheduled_for, min_interval, instance, host, pid, release, lock_name, lock_key, lock_classid, lock_objid,

@@ -11,7 +11,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from cronlock import Cronlock, Run, closing
-from tests import Db, Make, Steps, serving, task_of, until
+from tests import Db, Make, Steps, held, serving, task_of, until
 from tests.observing import is_quiet, locks, statuses
 from tests.proxy import PROXY, Proxy, end
 
@@ -609,3 +609,55 @@ async def test_200_calls_into_a_black_hole_are_503_in_time_while_probes_answer_a
         answers = await asyncio.gather(*(one(f"/cron/task-{number}") for number in range(10)), one("/readyz"))
         assert {code for code, _ in answers} == {200}
         await until(lambda: is_quiet(db), "everything is given back")
+
+
+async def nobody(run: Run) -> None:
+    """A task that does nothing."""
+
+
+def seen(db: Db) -> list[tuple[str, str | None]]:
+    """(status, reason) of every run, in order."""
+    return db.execute("SELECT status, reason FROM cronlock.run ORDER BY id").fetchall()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_concurrent": 2}], ids=["plain", "slots"])
+async def test_a_run_that_others_closed_as_lost_before_it_began_is_no_skip(
+    make_proxied: Make, make_cron: Make, proxy: Proxy, db: Db, options: dict[str, Any]
+) -> None:
+    cron = make_proxied(record_pool_size=1, recover_interval="1h")
+    cron.task("once", **options)(nobody)
+    async with serving(cron.app()) as client:
+        assert (await client.get("/cron/once")).json()["status"] == "completed"
+        cut = proxy.cut_at(BEGINNING, is_forwarded=True)
+        cut.add_done_callback(lambda _: proxy.stall())
+        calling = asyncio.create_task(client.get("/cron/once"))
+        await cut
+        await until(lambda: "running" in statuses(db), "it is recorded")
+        end_backend(db)  # the session of its lock broke as well
+        async with serving(make_cron(recover_interval="200ms").app()):
+            await until(lambda: "lost" in statuses(db), "somebody has closed it")
+        proxy.flow()
+        answer = await calling
+    assert (answer.status_code, answer.json()["reason"]) == (503, "database_unavailable")
+    assert seen(db) == [("completed", None), ("lost", None)]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_concurrent": 2}], ids=["plain", "slots"])
+async def test_a_skip_whose_answer_was_lost_is_the_only_row_of_its_call_though_its_holder_has_gone(
+    make_proxied: Make, proxy: Proxy, db: Db, database_url: str, options: dict[str, Any]
+) -> None:
+    cron = make_proxied(record_pool_size=1, recover_interval="1h")
+    cron.task("once", **options)(nobody)
+    async with serving(cron.app()) as client:
+        async with held(database_url, "once"), held(database_url, "once#2"):
+            assert (await client.get("/cron/once")).json()["status"] == "skipped"
+            await asyncio.sleep(1.1)  # an attempt is made again
+            cut = proxy.cut_at(b'"lock_name":"once"', is_forwarded=True)
+            cut.add_done_callback(lambda _: proxy.stall())
+            calling = asyncio.create_task(client.get("/cron/once"))
+            await cut
+            await until(lambda: len(seen(db)) == 2, "it is recorded")
+        proxy.flow()
+        answer = await calling
+    assert answer.json()["status"] == "skipped"
+    assert seen(db) == [("skipped", "already_running")] * 2
