@@ -119,13 +119,24 @@ def told(code: str, run: Mapping[str, Any]) -> str:
         case "running":
             return running(run)
         case "completed":
-            return f"completed in {span(run['duration_ms'])}; what it wrote was committed with it"
+            kept = "it held its lock to the end" if is_guarded(run) else "what it wrote was committed with it"
+            return f"completed in {span(run['duration_ms'])}; {kept}"
         case "lost":
             return lost(code, run)
         case "timed_out":
-            return f"timed out: {run['error_message']}; what it wrote was rolled back"
+            return f"timed out: {run['error_message']}; {left(run)}"
     told = f"{run['status']}: {named(run)}"
-    return told if code in ("transaction_ended", "unrecordable") else f"{told}; what it wrote was rolled back"
+    return told if code in ("transaction_ended", "unrecordable") else f"{told}; {left(run)}"
+
+
+def is_guarded(run: Mapping[str, Any]) -> bool:
+    """Whether the run worked on connections of its own, beside the transaction that held its lock."""
+    return bool(run["mode"] == "guard")
+
+
+def left(run: Mapping[str, Any]) -> str:
+    """What became of the work of a run that did not complete."""
+    return "what it had committed itself stays" if is_guarded(run) else "what it wrote was rolled back"
 
 
 def named(run: Mapping[str, Any]) -> str:
@@ -143,12 +154,12 @@ def lost(code: str, run: Mapping[str, Any]) -> str:
     if code == "process_gone":
         return (
             f"lost: {process} or its connection was gone before it said how the run ended, at latest"
-            f" {span(run['duration_ms'])} after it began; what it wrote was rolled back"
+            f" {span(run['duration_ms'])} after it began; {left(run)}"
         )
     seen = f" ({named(run)})" if run["error_type"] not in (None, "LockLost", "CancelledError") else ""
     return (
         f"lost: {process} saw {span(run['duration_ms'])} after it began that the connection, and with it the lock, was"
-        f" gone{seen}; what it wrote was rolled back"
+        f" gone{seen}; {left(run)}"
     )
 
 

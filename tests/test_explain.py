@@ -120,6 +120,25 @@ async def test_the_answer_and_the_row_have_the_same_code(
     assert both_codes(database_url, ended) == (code, code), ended
 
 
+async def loses_its_lock(run: Run) -> None:
+    run.cut()  # type: ignore[attr-defined]  # given by the test
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize("task", [returns, raises, cancels, takes_too_long, loses_its_lock])
+async def test_what_became_of_the_work_of_a_guard_run_is_not_said_to_be_rolled_back(
+    make_cron: Make, db: Db, database_url: str, task: Callable[[Run], Any]
+) -> None:
+    async def work(run: Run) -> Any:
+        run.cut = lambda: end_holders(db)  # type: ignore[attr-defined]  # for loses_its_lock
+        return await task(run)
+
+    ended = await run_once(make_cron(), work, mode="guard", timeout="700ms")
+    sentence = explain.explain(row_of(database_url, ended.run_id)).sentence
+    assert sentence.endswith("held its lock to the end" if task is returns else "what it had committed itself stays")
+    assert "rolled back" not in f"{sentence} {ended.failure}"
+
+
 async def test_a_run_that_an_operator_ends_has_one_code(make_cron: Make, db: Db, database_url: str) -> None:
     async def waits(run: Run) -> None:
         db.execute("UPDATE cronlock.run SET cancel_requested_at = now(), cancel_requested_by = 'ana'")
