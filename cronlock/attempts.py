@@ -18,10 +18,9 @@ from cronlock import locks, runs
 from cronlock.background import Background
 from cronlock.closing import Closer
 from cronlock.database import Database, unavailable, within
-from cronlock.errors import CronlockError, Unavailable
+from cronlock.errors import CronlockError, PayloadInvalid, Unavailable
 from cronlock.execution import Execution
 from cronlock.gate import Call, Gate
-from cronlock.keys import wrong
 from cronlock.lending import is_gone
 from cronlock.outcome import Failure, Outcome
 from cronlock.recording import Recorder, expire
@@ -77,7 +76,14 @@ class Attempts:
 
         Raises `PayloadInvalid` for a key that the database cannot hold.
         """
-        gate = self._gate(call)
+        gate = self.gate_of(call.task, call.key)
+        gate.callers += 1
+        try:
+            return await self._decide(gate, call)
+        finally:
+            gate.callers -= 1
+
+    async def _decide(self, gate: Gate, call: Call) -> Outcome:
         until = call.received + call.task.acquire_timeout.total_seconds() + DECISION_MARGIN
         for _ in range(ASKS):
             if self.is_draining:
@@ -99,11 +105,10 @@ class Attempts:
             await asyncio.sleep(ASK_PAUSE)
         raise Unavailable("undecided", "the lock is held, but by no run that can be seen yet", retry_after=1)
 
-    def _gate(self, call: Call) -> Gate:
-        """The gate of a call's lock; there are as many as keys, and those that nobody uses are let go."""
-        task = call.task
+    def gate_of(self, task: Task, key: str | None) -> Gate:
+        """The gate of a lock; there are as many as keys, and those that nobody uses are let go."""
         lock = task.lock.name if task.lock.number is None else task.lock.number
-        name = lock if call.key is None else (lock, call.key)
+        name = lock if key is None else (lock, key)
         if (gate := self.gates.get(name)) is None:
             if len(self.gates) >= self._gate_limit:
                 self.gates = {name: gate for name, gate in self.gates.items() if not gate.is_idle}
@@ -132,6 +137,10 @@ class Attempts:
         first = group[0]
         try:
             seat, row = await self._open(first)
+        except PayloadInvalid as error:
+            first.fail(error)
+            gate.put_back(group[1:])
+            return
         except CronlockError as error:
             for call in group:
                 call.fail(error)
@@ -140,14 +149,15 @@ class Attempts:
         gate.lock_keys = tuple(keys)
         if slot < 1:
             self._background.spawn(self._let_go(seat))
-        if slot == -1:  # which says nothing about the others
-            gate.put_back(group[1:])
-            await self.skips.ask_group(group[:1], gate.lock_keys)
+        if slot == -1:  # which says nothing about other occurrences
+            gate.put_back([call for call in group if not call.is_like(first)])
+            await self.skips.ask_group([call for call in group if call.is_like(first)], gate.lock_keys)
         elif slot == 0:
             if await self.skips.ask_group(group, gate.lock_keys):
                 gate.refused()
         else:
-            leader = next((c for c in group if c.is_waiting and c.occurrence == first.occurrence), None)
+            # The connection, its settings and the lock of the occurrence are those of the first call's task.
+            leader = next((call for call in group if call.is_waiting and call.is_like(first)), None)
             others = [call for call in group if call is not leader]
             if leader is None:
                 gate.put_back(others)
@@ -171,9 +181,7 @@ class Attempts:
                 await discard(seat)
                 if is_dead and error.sqlstate in ENDED_BY_SERVER and time.monotonic() < until:
                     continue
-                if (error.sqlstate or "").startswith("22") and task.key is not None:
-                    raise wrong(task.key.fields[0], "has characters that the database cannot hold") from error
-                raise unavailable(error) from error
+                raise call.not_held(error) or unavailable(error) from error
             if is_gone(seat.connection):  # the answer came in the moment in which it was given up and cut
                 await discard(seat)
                 if time.monotonic() < until:

@@ -6,7 +6,7 @@ is taken, before the secret is right.
 
 import logging
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from starlette.types import Receive, Scope, Send
@@ -158,12 +158,12 @@ def checked(value: bytes, name: str) -> str:
 
 
 def moment(value: bytes | None) -> str | None:
-    """A time with its zone as it was sent; None for anything else, since it is for information only."""
+    """A time with its zone, in UTC; None for anything else, since it is for information only."""
     try:
         found = datetime.fromisoformat((value or b"").decode("ascii"))
-    except ValueError:
+        return found.astimezone(UTC).isoformat() if found.tzinfo is not None else None
+    except (ValueError, OverflowError):
         return None
-    return found.isoformat() if found.tzinfo is not None else None
 
 
 def is_json(content_type: bytes) -> bool:
