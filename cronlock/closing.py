@@ -131,6 +131,8 @@ class Closer:
             return ended()
         if locks.NO_ROW in str(error):
             return LockLost("the run's row is not open any more; what the run wrote was rolled back")
+        if state == "23505" and locks.OCCURRENCE_KEY in str(error):
+            return LockLost("another run of this occurrence has completed; what this one wrote was rolled back")
         return error
 
     async def _settle(self, execution: Execution, result: str | None) -> Outcome:

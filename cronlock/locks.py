@@ -27,6 +27,8 @@ IDLE_MARGIN = timedelta(seconds=10)
 # What the function complete_run raises; see migrations/versions.
 ENDED = "cronlock: this is not the transaction that took the lock"
 NO_ROW = "cronlock: no open run row"
+OCCURRENCE_KEY = "run_occurrence_key"
+"""The index that lets no occurrence complete twice."""
 SAVEPOINT = "cronlock_task"
 PINGS_MISSED = 3
 """How many pings of a guard may be missing before the server ends its session, and with it the lock."""

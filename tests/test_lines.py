@@ -6,6 +6,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,11 +134,14 @@ async def test_the_log_of_a_killed_process_is_kept_up_to_a_second_before(
 async def test_the_log_is_seen_within_about_a_second_while_the_task_runs(make_cron: Make, db: Db) -> None:
     seen: list[float] = []
 
+    def is_kept(word: str) -> bool:
+        return f"INFO {word}" in (kept(db) or [])
+
     async def task(run: Run) -> None:
         for word in ("first", "second", "third"):
             run.log.info(word)
             said = time.monotonic()
-            await until(lambda word=word: f"INFO {word}" in (kept(db) or []), word, 3)
+            await until(partial(is_kept, word), word, 3)
             seen.append(time.monotonic() - said)
 
     assert (await run_once(make_cron(), task)).failure is None
