@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import sys
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -53,8 +54,8 @@ async def logging_level(request: Request) -> Response:
 class Measured(Cronlock):
     """A Cronlock whose application also has the routes of its peers."""
 
-    def app(self) -> Starlette:
-        app = super().app()
+    def app(self, **options: Any) -> Starlette:
+        app = super().app(**options)
         bearer = Bearer(self.settings.require_secrets())
         holder_pid = int(os.environ[names.HOLDER_PID])
         peers: dict[str, Peer] = {

@@ -3,7 +3,7 @@
 The layers, each of which imports only from those below it:
 
     cli
-    development
+    development | fixtures
     serving
     loading | logs
     app
@@ -12,22 +12,24 @@ The layers, each of which imports only from those below it:
     readiness
     runner
     attempts
-    closing | stopping
+    closing | skips | stopping
     execution
-    context | gate
+    context | gate | guard
     background | recording | reporting | steering
     explain | stats
     runs
     locks
+    template
     database | migrate | models
     seats
     lending | outcome
     tasks
+    keys
     config | embedded | schedule
     cluster
     postmaster
     binaries
-    conninfo | scrub | wire
+    conninfo | lines | scrub | wire
     jsontext
     errors
 """
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         ConfigError,
         CronlockError,
         LockLost,
+        NotInTransaction,
         PayloadError,
         PayloadInvalid,
         RegistrationError,
@@ -64,6 +67,7 @@ __all__ = [
     "Failure",
     "Holder",
     "LockLost",
+    "NotInTransaction",
     "Outcome",
     "PayloadError",
     "PayloadInvalid",

@@ -4,16 +4,18 @@ import asyncio
 import contextvars
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from cronlock import runs
 from cronlock.config import Settings
 from cronlock.database import Database
-from cronlock.errors import Unavailable
+from cronlock.errors import CronlockError, Unavailable
 from cronlock.gate import Call, occurrence_fault
 from cronlock.outcome import Outcome
 from cronlock.readiness import Readiness
@@ -25,6 +27,7 @@ from cronlock.tasks import Registry, Task, declare
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from starlette.applications import Starlette
+    from starlette.types import ASGIApp
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,6 +46,7 @@ class Cronlock:
         self.tasks = Registry()
         self._process: Process | None = None
         self._starting: asyncio.Lock | None = None
+        self._alone = threading.Lock()
 
     def task(
         self,
@@ -118,6 +122,32 @@ class Cronlock:
             task, task.validate(payload or {}), trigger="manual", caller="code", occurrence=idempotency_key
         )
 
+    def run_sync(
+        self, name: str, payload: dict[str, Any] | None = None, *, idempotency_key: str | None = None
+    ) -> Outcome:
+        """`run` for code that is not async: blocks this thread until the run has ended.
+
+        Where this Cronlock is open, in a server, the run takes place in its event loop, so this may be called from
+        any other thread: a plain function's, a synchronous view's. Where it is not, in a script, connections are
+        opened for this call and closed after it.
+
+        Raises what `run` raises, and `CronlockError` in an event loop's own thread, which it would block.
+        """
+        if is_in_loop():
+            raise CronlockError(f"run_sync({name!r}) would block the event loop: await cron.run({name!r}) here")
+        process = self._process
+        if process is not None:
+            process.require_loop()
+            running = self.run(name, payload, idempotency_key=idempotency_key)
+            return asyncio.run_coroutine_threadsafe(running, process.loop).result()
+
+        async def alone() -> Outcome:
+            async with self:
+                return await self.run(name, payload, idempotency_key=idempotency_key)
+
+        with self._alone:
+            return asyncio.run(alone())
+
     async def start_call(
         self,
         task: Task,
@@ -131,6 +161,7 @@ class Cronlock:
         """Run `task` with a validated payload; `run()` and the cron route both end here."""
         key = task.key.fill(payload) if task.key is not None else None
         process = self._process or await self._open_late()
+        process.require_loop(asyncio.get_running_loop())
         if not process.readiness.is_ready:
             await process.readiness.require()
         call = Call(task, payload, trigger, caller, contextvars.copy_context(), key, occurrence, scheduled_for)
@@ -190,14 +221,30 @@ class Cronlock:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def app(self) -> "Starlette":
+    def using(self, database_url: str) -> "Using":
+        """Use another database within the block, as for tests; afterwards everything is as before.
+
+        `async with cron.using(url):` opens the connections too, and closes them at the end. `with cron.using(url):` is
+        for code that does so itself, such as an application's lifespan or `run_sync`. The database is reached
+        directly: `direct_url` and `pooler` do not hold for it, all other settings do.
+
+        Raises `ConfigError` for a URL that is wrong, and `CronlockError` if this Cronlock is open at the beginning, or
+        was left open at the end, of the block.
+        """
+        return Using(self, self.settings.on(database_url))
+
+    def app(self, *, fallback: "ASGIApp | None" = None, probes: bool = True) -> "Starlette":
         """An ASGI application with `/cron/{task}`, `/healthz` and `/readyz`; serve it or mount it.
 
-        Raises `ConfigError` if no usable CRON_SECRET is set.
+        - `fallback`: the ASGI application, such as Django's, that gets all other requests and WebSockets as they
+          came. Its lifespan, if it has one, is started before cronlock's and ended after it.
+        - `probes`: whether `/healthz` and `/readyz` are cronlock's; False if the fallback has its own.
+
+        Raises `ConfigError` if no usable CRON_SECRET is set, or if `fallback` is no ASGI application.
         """
         from cronlock.web import application
 
-        return application(self)
+        return application(self, fallback, has_probes=probes)
 
     @property
     def router(self) -> "APIRouter":
@@ -212,8 +259,65 @@ class Cronlock:
         return router(self)
 
 
+def is_in_loop() -> bool:
+    """Whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+class Using:
+    """A `Cronlock` with other settings for the time of a block; see `Cronlock.using`."""
+
+    def __init__(self, cron: Cronlock, settings: Settings) -> None:
+        self._cron = cron
+        self._settings = settings
+        self._before: Settings | None = None
+
+    def __enter__(self) -> Cronlock:
+        if self._cron._process is not None:
+            raise CronlockError("this Cronlock is open on its database: using() another one must come before")
+        self._before, self._cron.settings = self._cron.settings, self._settings
+        return self._cron
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cron = self._cron
+        assert self._before is not None, "only what was entered is left"
+        cron.settings = self._before
+        if cron._process is not None:
+            cron._process = cron._starting = None
+            if error is None:
+                raise CronlockError(
+                    "this Cronlock was opened within using() and not closed: run the application's lifespan"
+                    " (`with TestClient(app) as client`), or write `async with cron.using(..)`"
+                )
+
+    async def __aenter__(self) -> Cronlock:
+        self.__enter__()
+        try:
+            await self._cron.open()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self._cron
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._cron.close()
+        finally:
+            self.__exit__(kind, error, trace)
+
+
 class Process:
     """What a Cronlock has open in one process and one event loop."""
+
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, settings: Settings, tasks: Registry) -> None:
         self.settings = settings
@@ -227,9 +331,24 @@ class Process:
 
     async def open(self) -> None:
         """Start the pools and the timer; an unreachable database is no error here."""
+        self.loop = asyncio.get_running_loop()
         await self.runner.spawn(self.database.open())
         timer = Timer(self.database, self.runner, self.readiness)
         self._timer = self.runner.spawn(timer.run())
+
+    def require_loop(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Raise `CronlockError` if the loop that this is open in has ended, or is another one than `loop`."""
+        if self.loop is loop:
+            return
+        if self.loop.is_closed():
+            raise CronlockError(
+                "this Cronlock was opened in an event loop that has ended, and was not closed in it: run the"
+                " application's lifespan (in tests `with TestClient(app) as client`), or write `async with cron:`"
+            )
+        if loop is not None:
+            raise CronlockError(
+                "this Cronlock is open in another event loop; from a thread, call cron.run_sync(..), which runs there"
+            )
 
     async def drain(self, timeout: float | None = None) -> None:
         """Let what runs end within `timeout` seconds (CRONLOCK_DRAIN_TIMEOUT), then cancel and record it."""

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psycopg
@@ -40,6 +41,19 @@ GATES = 1000
 
 log = logging.getLogger("cronlock.run")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What the message that opened a transaction came to; see `locks.Opening`."""
+
+    seat: Seat
+    sent: float
+    """When the message was sent, in monotonic seconds."""
+    slot: int
+    backend_pid: int
+    opened_us: int
+    lock_keys: tuple[int, ...]
 
 
 class Attempts:
@@ -136,7 +150,7 @@ class Attempts:
     async def _attempt(self, gate: Gate, group: list[Call]) -> None:
         first = group[0]
         try:
-            seat, row = await self._open(first)
+            opened = await self._open(first)
         except PayloadInvalid as error:
             first.fail(error)
             gate.put_back(group[1:])
@@ -145,27 +159,26 @@ class Attempts:
             for call in group:
                 call.fail(error)
             return
-        slot, backend_pid, opened_us, *keys = row
-        gate.lock_keys = tuple(keys)
-        if slot < 1:
-            self._background.spawn(self._let_go(seat))
-        if slot == -1:  # which says nothing about other occurrences
-            gate.put_back([call for call in group if not call.is_like(first)])
-            await self.skips.ask_group([call for call in group if call.is_like(first)], gate.lock_keys)
-        elif slot == 0:
+        gate.lock_keys = opened.lock_keys
+        if opened.slot < 1:
+            self._background.spawn(self._let_go(opened.seat))
+        if opened.slot == -1:  # which says nothing about other occurrences
+            gate.put_back([call for call in group if not call.is_alike(first)])
+            await self.skips.ask_group([call for call in group if call.is_alike(first)], gate.lock_keys)
+        elif opened.slot == 0:
             if await self.skips.ask_group(group, gate.lock_keys):
                 gate.refused()
         else:
-            # The connection, its settings and the lock of the occurrence are those of the first call's task.
-            leader = next((call for call in group if call.is_waiting and call.is_like(first)), None)
+            # It was opened as the first of them asked: for its task, its connection, its occurrence.
+            leader = next((call for call in group if call.is_waiting and call.is_alike(first)), None)
             others = [call for call in group if call is not leader]
             if leader is None:
                 gate.put_back(others)
-                await self._let_go(seat)
+                await self._let_go(opened.seat)
             else:
-                await self._begin(gate, leader, others, seat, backend_pid, opened_us, keys[slot - 1])
+                await self._begin(gate, leader, others, opened)
 
-    async def _open(self, call: Call) -> tuple[Seat, tuple[Any, ...]]:
+    async def _open(self, call: Call) -> Opened:
         """Open a transaction and try the lock in it; a connection that proves dead is replaced."""
         task = call.task
         limit = task.acquire_timeout.total_seconds()
@@ -174,6 +187,7 @@ class Attempts:
         message = opening.message(call.key, call.occurrence)
         while True:
             seat = await self._database.acquire(task.is_async or task.is_guarded, limit)
+            sent = time.monotonic()
             try:
                 reply = await within(limit, seat.connection, seat.send(message, opening.row_at))
             except psycopg.Error as error:
@@ -191,7 +205,8 @@ class Attempts:
             if row[0] is None:
                 await discard(seat)
                 raise Unavailable("read_only", "the server is read-only or a standby; no lock was taken")
-            return seat, row
+            slot, backend_pid, opened_us, *lock_keys = row
+            return Opened(seat, sent, slot, backend_pid, opened_us, tuple(lock_keys))
 
     def _opening(self, task: Task) -> locks.Opening:
         if (opening := self._openings.get(task.name)) is None:
@@ -209,18 +224,10 @@ class Attempts:
         else:
             await seat.give_back()
 
-    async def _begin(
-        self,
-        gate: Gate,
-        leader: Call,
-        others: list[Call],
-        seat: Seat,
-        backend_pid: int,
-        opened_us: int,
-        lock_key: int,
-    ) -> None:
+    async def _begin(self, gate: Gate, leader: Call, others: list[Call], opened: Opened) -> None:
         """With the lock held: record `running`, start the leader's task, and let the others skip or try a free slot."""
-        row = leader.row(lock_key, {"backend_pid": backend_pid})
+        seat, lock_key = opened.seat, opened.lock_keys[opened.slot - 1]
+        row = leader.row(lock_key, {"backend_pid": opened.backend_pid})
         try:
             written = await self._recorder.put(runs.BEGIN_CHECKED if leader.is_checked else runs.BEGIN, row)
             assert written is not None, "the statement gives a row for every nonce"
@@ -254,7 +261,8 @@ class Attempts:
             seat,
             run_id=run_id,
             started_at=started_at,
-            opened_us=opened_us,
+            opened=opened.sent,
+            opened_us=opened.opened_us,
             lock_key=lock_key,
             attempt=attempt,
             instance=self._instance,

@@ -25,7 +25,10 @@ from cronlock.scrub import Scrubber
 log = logging.getLogger("cronlock.config")
 
 PREFIX = "CRONLOCK_"
-READ_ELSEWHERE = frozenset({"CRONLOCK_APP", "CRONLOCK_PG_BIN", "CRONLOCK_TEST_LOOP", "CRONLOCK_TEST_URL"})
+TEST_DATABASE_URL = "CRONLOCK_TEST_DATABASE_URL"
+READ_ELSEWHERE = frozenset(
+    {"CRONLOCK_APP", "CRONLOCK_PG_BIN", TEST_DATABASE_URL, "CRONLOCK_TEST_LOOP", "CRONLOCK_TEST_URL"}
+)
 """Names of the prefix that are no setting: of the command line and of the tests."""
 
 SHORTEST_SECRET = 16
@@ -34,6 +37,7 @@ NOT_SECRETS = frozenset({"undefined", "none", "null"})
 
 SHORTEST_DURATION = timedelta(milliseconds=1)  # shorter is 0 ms to PostgreSQL, which means "no limit"
 LONGEST_TIMEOUT = timedelta(days=24)  # PostgreSQL's timeouts are milliseconds in 31 bits: 24.8 days
+SHORTEST_PING, LONGEST_PING = timedelta(milliseconds=100), timedelta(hours=1)
 LONGEST_RETENTION = timedelta(days=3650)
 LARGEST_BODY = 128 * 1024**2  # jsonb holds strings below 256 MiB
 
@@ -117,6 +121,13 @@ def _shown(value: object) -> str:
 
 def _retention(value: object) -> timedelta:
     return parse_duration(value, longest=LONGEST_RETENTION)
+
+
+def _ping(value: object) -> timedelta:
+    span = parse_duration(value, longest=LONGEST_PING)
+    if span < SHORTEST_PING:
+        raise ValueError(f"{_shown(value)} is too short for a ping; write at least '100ms'")
+    return span
 
 
 def _number(value: object) -> object:
@@ -260,7 +271,7 @@ class Settings(BaseSettings):
     timeout: Duration = setting(
         timedelta(seconds=120), "CRONLOCK_TIMEOUT", example="120s", about="how long a run may take"
     )
-    guard_ping: Duration = setting(
+    guard_ping: Annotated[timedelta, BeforeValidator(_ping)] = setting(
         timedelta(seconds=5),
         "CRONLOCK_GUARD_PING",
         example="5s",
@@ -363,6 +374,12 @@ class Settings(BaseSettings):
         # raised out here: the ValidationError holds what was given, and must not hang on as the context
         raise ConfigError(_report(problems))
 
+    def on(self, database_url: str) -> Self:
+        """These settings for another database, which is reached directly; raises `ConfigError` for a wrong URL."""
+        kept = {key(name, field): getattr(self, name) for name, field in type(self).model_fields.items()}
+        pooler = "transaction" if is_pooled(database_url) else "none"
+        return self.load(**{**kept, "database_url": database_url, "direct_url": None, "pooler": pooler})
+
     @property
     def database_url(self) -> str:
         """The database's connection string, as libpq takes it; raises `ConfigError` if there is none."""
@@ -414,6 +431,20 @@ class Settings(BaseSettings):
         urls = [url for url in (self.database, self.direct_url) if url is not None]
         passwords = [password for url in urls for password in conninfo.passwords(url)]
         return Scrubber(value for value in secrets + passwords if value.lower() not in NOT_SECRETS)
+
+
+def server_for_tests() -> str | None:
+    """The server that the tests of users make their databases on, as CRONLOCK_TEST_DATABASE_URL names it, if it does.
+
+    Raises `ConfigError` for a URL that is wrong.
+    """
+    given = os.environ.get(TEST_DATABASE_URL, "").strip()
+    if not given:
+        return None
+    try:
+        return conninfo.normalise(given).text
+    except ValueError as error:
+        raise ConfigError(f"{TEST_DATABASE_URL} {error}. Example: {conninfo.EXAMPLE}") from None
 
 
 def env_names(field: FieldInfo) -> list[str]:

@@ -51,6 +51,7 @@ class Execution:
         *,
         run_id: int,
         started_at: str,
+        opened: float,
         opened_us: int,
         lock_key: int,
         instance: str,
@@ -60,6 +61,8 @@ class Execution:
         self.seat = seat
         self.run_id = run_id
         self.started_at = started_at
+        self.opened = opened
+        """When the opening was sent, in monotonic seconds; the server counts from no earlier than that."""
         self.opened_us = opened_us
         self.lock_key = lock_key
         self.instance = instance

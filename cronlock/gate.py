@@ -91,11 +91,19 @@ class Call:
 
     @property
     def is_checked(self) -> bool:
-        """Whether more decides about this call than a pause and one lock that all runs of its task share."""
+        """Whether more is to be said of this call than its task and one lock that all runs of its task share."""
         task = self.task
-        return not (
-            self.occurrence is None and task.min_interval is None and task.key is None and task.max_concurrent == 1
+        return (
+            self.occurrence is not None
+            or task.min_interval is not None
+            or task.key is not None
+            or task.max_concurrent > 1
+            or task.is_guarded
         )
+
+    def is_alike(self, other: "Call") -> bool:
+        """Whether a transaction that was opened for the other will do for this one."""
+        return self.task is other.task and self.occurrence == other.occurrence
 
     @property
     def is_asked_first(self) -> bool:
@@ -119,6 +127,8 @@ class Call:
             row["scheduled_for"] = self.scheduled_for
             if task.min_interval is not None:
                 row["min_interval"] = f"{task.min_interval.total_seconds()} seconds"
+            if task.is_guarded:
+                row["mode"] = task.mode
         if facts:
             row.update(facts)
         return row
@@ -132,10 +142,6 @@ class Call:
         if self.occurrence is not None and not self.occurrence.isascii():
             return wrong("idempotency_key", "has characters that the database cannot hold")
         return None
-
-    def is_like(self, other: "Call") -> bool:
-        """Whether an attempt for the other call can begin this one as well."""
-        return self.task is other.task and self.occurrence == other.occurrence
 
     @property
     def is_waiting(self) -> bool:

@@ -21,18 +21,21 @@ from cronlock.seats import AsyncSeat
 
 
 class Guard:
-    """Keeps one lock and knows whether it is still held; `lose` is called once with a sentence when it is not."""
+    """Keeps one lock and knows whether it is still held; `lose` is called once with a sentence when it is not.
 
-    def __init__(self, seat: AsyncSeat, interval: float, lose: Callable[[str], None]) -> None:
+    `interval` is in seconds; `heard` is when a message was sent last that the server has answered, in monotonic ones.
+    """
+
+    def __init__(self, seat: AsyncSeat, interval: float, heard: float, lose: Callable[[str], None]) -> None:
         self._seat = seat
         self._interval = interval
         self._lose = lose
-        self._heard = time.monotonic()
+        self._heard = heard
         self._is_over = asyncio.Event()
 
     async def watch(self) -> None:
         """Ping until `end`, or until a ping is not answered."""
-        while not await self._is_ended_within(self._interval):
+        while not await self._is_ended_within(self._heard + self._interval - time.monotonic()):
             sent = time.monotonic()
             try:
                 await within(self._interval, self._seat.connection, self._seat.send(locks.PING))
@@ -53,7 +56,7 @@ class Guard:
 
     async def _is_ended_within(self, seconds: float) -> bool:
         try:
-            await asyncio.wait_for(self._is_over.wait(), seconds)
+            await asyncio.wait_for(self._is_over.wait(), max(0.0, seconds))
         except TimeoutError:
             return False
         return True

@@ -28,7 +28,7 @@ IDLE_MARGIN = timedelta(seconds=10)
 ENDED = "cronlock: this is not the transaction that took the lock"
 NO_ROW = "cronlock: no open run row"
 OCCURRENCE_KEY = "run_occurrence_key"
-"""The index that lets no occurrence complete twice."""
+"""The index by which no occurrence completes twice."""
 SAVEPOINT = "cronlock_task"
 PINGS_MISSED = 3
 """How many pings of a guard may be missing before the server ends its session, and with it the lock."""

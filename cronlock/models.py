@@ -154,5 +154,6 @@ class RunRow(Base):
     progress_total: Mapped[int | None]
     log: Mapped[str | None]
     min_interval: Mapped[timedelta | None]
+    mode: Mapped[str | None]
     cancel_requested_at: Mapped[datetime | None]
     cancel_requested_by: Mapped[str | None]

@@ -1,5 +1,6 @@
 """How a call ended: what is answered, logged and recorded."""
 
+import json
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +64,11 @@ class Outcome:
     holder: Holder | None = None
     retry_after: int | None = None
     is_retry: bool = False
+
+    @property
+    def value(self) -> Any:
+        """What the task returned, as JSON gives it back; None if it returned nothing or did not complete."""
+        return None if self.result is None else json.loads(self.result)
 
 
 def failure(error: BaseException, scrub: Callable[[str], str]) -> Failure:

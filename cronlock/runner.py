@@ -142,7 +142,7 @@ class Runner:
         """Ping the run's connection from now on, until what this gives is awaited."""
         assert isinstance(execution.seat, AsyncSeat), "a guard is pinged from the loop"
         guard = execution.guard = Guard(
-            execution.seat, self._guard_ping, lambda why: execution.ask_to_stop(Stop("lost", why))
+            execution.seat, self._guard_ping, execution.opened, lambda why: execution.ask_to_stop(Stop("lost", why))
         )
         watching = self.spawn(guard.watch())
 

@@ -73,11 +73,11 @@ SELECT m.nonce::text, m.id, m.status, btrim(to_json(m.started_at)::text, '"'), {
   FROM made m
 """
 
-# As BEGIN, for calls that have a key, an occurrence or an interval to keep, or a lock of several slots.
+# As BEGIN, for calls that have a key, an occurrence or an interval to keep, a lock of several slots, or a guard.
 BEGIN_CHECKED = f"""
 WITH made AS (
     INSERT INTO {{run}} (nonce, task, key, status, reason, started_at, finished_at, trigger, caller, occurrence,
-        scheduled_for, attempt, min_interval, blocked_by, instance, host, pid, release, backend_pid, lock_name,
+        scheduled_for, attempt, min_interval, mode, blocked_by, instance, host, pid, release, backend_pid, lock_name,
         lock_key, lock_classid, lock_objid)
     SELECT a.nonce, a.task, a.key, CASE WHEN unwanted.reason IS NULL THEN 'running' ELSE 'skipped' END,
            unwanted.reason, statement_timestamp(),
@@ -85,13 +85,13 @@ WITH made AS (
            a.scheduled_for,
            1 + (SELECT count(*) FROM {{run}} e WHERE a.occurrence IS NOT NULL AND e.task = a.task
                    AND e.occurrence = a.occurrence AND e.status <> 'skipped' AND e.nonce <> a.nonce),
-           a.min_interval,
+           a.min_interval, a.mode,
            CASE unwanted.reason WHEN 'duplicate' THEN first.id WHEN 'too_soon' THEN recent.id END,
            {{instance}}, {{host}}, {{pid}}, {{release}}, a.backend_pid, a.lock_name, a.lock_key,
            (a.lock_key >> 32) & 4294967295, a.lock_key & 4294967295
       FROM json_to_recordset({{rows}}::json) AS a(nonce uuid, task text, key text, occurrence text,
-           scheduled_for timestamptz, min_interval interval, lock_name text, lock_key bigint, backend_pid integer,
-           trigger text, caller text){UNWANTED}
+           scheduled_for timestamptz, min_interval interval, mode text, lock_name text, lock_key bigint,
+           backend_pid integer, trigger text, caller text){UNWANTED}
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
  RETURNING nonce, id, status, started_at, lock_classid, lock_objid, reason, blocked_by, min_interval, attempt)
 SELECT m.nonce::text, m.id, m.status, btrim(to_json(m.started_at)::text, '"'), {HAS_PREDECESSOR},

@@ -84,6 +84,11 @@ async def held(url: str, name: str, application: str = "psql") -> AsyncIterator[
         await connection.rollback()
 
 
+def statements(script: str) -> list[str]:
+    """What `cronlock migrate --sql` printed, one by one, as psql sends it."""
+    return script.strip().removesuffix(";").split(";\n\n")
+
+
 async def until(is_so: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
     """Ask again until the answer is true, and give it; fails after `seconds`."""
     limit = time.monotonic() + seconds

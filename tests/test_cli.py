@@ -19,7 +19,8 @@ from cronlock import __version__, steering
 from cronlock.cli import app
 from cronlock.cli.connecting import APPLICATION_NAME
 from cronlock.explain import span
-from tests import SECRET, Db, rows, value
+from cronlock.models import REVISION
+from tests import SECRET, Db, rows, statements, value
 from tests.commands import APP, COMMAND, Running, cronlock, environment
 
 COMMANDS = ("dev", "serve", "run", "migrate", "secret", "tasks", "locks", "pause", "resume", "recover")
@@ -185,16 +186,16 @@ def test_the_commands_name_themselves_so_that_no_one_takes_them_for_holders_of_l
 
 
 def test_migrate_says_from_where_to_where(call: Callable[..., Result], empty_url: str) -> None:
-    assert call("migrate", DATABASE_URL=empty_url).stdout == "cronlock: nothing -> 0001\n"
+    assert call("migrate", DATABASE_URL=empty_url).stdout == f"cronlock: nothing -> {REVISION}\n"
     again = call("migrate", "--json", DATABASE_URL=empty_url)
-    assert json.loads(again.stdout) == {"schema": "cronlock", "before": "0001", "after": "0001"}
+    assert json.loads(again.stdout) == {"schema": "cronlock", "before": REVISION, "after": REVISION}
 
 
 def test_migrate_goes_round_the_pooler_and_into_the_schema_that_is_set(
     call: Callable[..., Result], empty_url: str
 ) -> None:
     result = call("migrate", DATABASE_URL=UNREACHABLE, CRONLOCK_DIRECT_URL=empty_url, CRONLOCK_SCHEMA="Crons")
-    assert result.stdout == "Crons: nothing -> 0001\n"
+    assert result.stdout == f"Crons: nothing -> {REVISION}\n"
     with psycopg.connect(empty_url) as connection:
         assert connection.execute('SELECT count(*) FROM "Crons".run').fetchone() == (0,)
 
@@ -212,7 +213,8 @@ def test_migrate_sql_needs_no_database(call: Callable[..., Result], empty_url: s
     result = call("migrate", "--sql", DATABASE_URL="", CRONLOCK_SCHEMA="crons")
     assert result.exit_code == 0
     with psycopg.connect(empty_url, autocommit=True) as connection:
-        connection.execute(result.stdout.encode())
+        for statement in statements(result.stdout):
+            connection.execute(statement.encode())
         assert connection.execute("SELECT count(*) FROM crons.task_health").fetchone() == (0,)
 
 

@@ -35,7 +35,7 @@ from cronlock.cli import app as commands
 from cronlock.config import READ_ELSEWHERE, Settings, env_names, key
 from cronlock.migrate import migrate
 from cronlock.recovery import prune
-from tests import SECRET, Db, client_of, serving, value
+from tests import SECRET, Db, serving, value
 from tests.commands import PROJECT, environment, served
 
 pytestmark = pytest.mark.anyio
@@ -142,16 +142,6 @@ def test_programs_of_the_pages_run(block: Block, as_user: Path) -> None:
     assert done.stdout.splitlines() == re.findall(r"print\(.*#  ?(.+)", block.text)
 
 
-@pytest.mark.parametrize("block", marked("<!-- pytest -->"), ids=str)
-def test_tests_of_the_pages_pass(block: Block, as_user: Path) -> None:
-    (as_user / "main.py").write_text(readme_app())
-    (as_user / "test_main.py").write_text(block.text)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(as_user)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"[1-9]\d* passed", done.stdout)
-
-
 async def test_applications_of_the_deploy_page_answer(as_user: Path) -> None:
     found = [block for block in blocks("python") if block.page.stem == "deploy" and "app = " in block.text]
     assert len(found) == 4
@@ -166,30 +156,6 @@ async def test_applications_of_the_deploy_page_answer(as_user: Path) -> None:
         async with serving(names["app"]) as client:
             answers = [await client.get(f"{prefix}/cron/nightly") for prefix in ("", "/internal")]
         assert [answer.json()["result"] for answer in answers if answer.status_code == 200] == ["done"], block
-
-
-async def test_the_django_snippet_sends_each_call_where_it_belongs(
-    as_user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def django(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 299, "headers": []})
-        await send({"type": "http.response.body", "body": b"django"})
-
-    cron = Cronlock()
-
-    @cron.task("nightly")
-    async def nightly(run: Run) -> str:
-        return "done"
-
-    for name in ("django", "django.core", "django.core.asgi", "shop", "shop.crons"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(sys.modules["django.core.asgi"], "get_asgi_application", lambda: django, raising=False)
-    monkeypatch.setattr(sys.modules["shop.crons"], "cron", cron, raising=False)
-    (block,) = marked("<!-- django -->")
-    application = execute(block)["application"]
-    async with cron, client_of(application) as client:
-        assert (await client.get("/cron/nightly")).json()["result"] == "done"
-        assert (await client.get("/admin/")).text == "django"
 
 
 # -- the README ------------------------------------------------------------------------------------------------

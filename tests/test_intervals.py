@@ -179,7 +179,7 @@ async def test_of_many_callers_at_the_moment_it_ends_one_runs(make_cron: Make, d
     assert value(db, between) > timedelta(milliseconds=150)
 
 
-async def test_it_is_checked_under_the_lock(make_cron: Make, db: Db) -> None:
+async def test_it_is_checked_under_the_lock(make_cron: Make, db: Db, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run completes between the question and the lock."""
     crons = [make_cron(), make_cron()]
     ran: list[int] = []
@@ -198,7 +198,7 @@ async def test_it_is_checked_under_the_lock(make_cron: Make, db: Db) -> None:
             await go.wait()
             return answer
 
-        attempts.skips.ask = ask  # type: ignore[method-assign]
+        monkeypatch.setattr(attempts.skips, "ask", ask)
         second = asyncio.create_task(crons[1].run("sync"))
         await asked.wait()
         first = await crons[0].run("sync")
@@ -218,7 +218,8 @@ async def test_a_million_skips_in_between_are_passed_by(db: Db, kind: str) -> No
     ask(db, statements.prepare())
     insert = """INSERT INTO cronlock.run (nonce, task, status, reason, trigger, finished_at, instance, host, pid,
             lock_key, lock_classid, lock_objid, occurrence)
-        SELECT gen_random_uuid(), 'sync', 'skipped', 'too_soon', 'http', now(), gen_random_uuid(), 'h', 1, 1, 0, 1, 'one'
+        SELECT gen_random_uuid(), 'sync', 'skipped', 'too_soon', 'http', now(), gen_random_uuid(), 'h', 1, 1, 0, 1,
+               'one'
           FROM generate_series(1, 250000)"""
     completed = insert.replace("'skipped', 'too_soon'", "'completed', NULL").replace("250000", "1")
     db.execute(completed)

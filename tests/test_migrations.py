@@ -20,7 +20,7 @@ from sqlalchemy.pool import NullPool
 
 from cronlock import Cronlock, Run, migrate
 from cronlock.models import REVISION, Base
-from tests import Db, Make, serving
+from tests import Db, Make, serving, statements
 
 SCHEMAS = ["cronlock", "cron_ops", 'Cron "Ops"', "100%"]
 
@@ -261,8 +261,8 @@ def script(schema: str) -> str:
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_the_printed_sql_makes_what_a_migration_makes(empty_url: str, db: Db, schema: str) -> None:
-    for statement in script(schema).strip().removesuffix(";").split(";\n\n"):  # as psql sends them
-        db.execute(statement)
+    for statement in statements(script(schema)):
+        db.execute(statement.encode())
     printed, names = described(db, schema), objects(db)
     db.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
     migrate.migrate(empty_url, schema)

@@ -20,6 +20,7 @@ NAMES = [
     "Failure",
     "Holder",
     "LockLost",
+    "NotInTransaction",
     "Outcome",
     "PayloadError",
     "PayloadInvalid",

@@ -10,6 +10,7 @@ import pytest
 
 from cronlock import Cronlock, Run, Unavailable, recovery
 from cronlock.app import Process
+from cronlock.models import REVISION
 
 pytestmark = pytest.mark.anyio
 Make = Callable[..., Cronlock]
@@ -118,7 +119,7 @@ async def test_the_timer_closes_lost_runs_and_notices_a_changed_schema(make_cron
             with pytest.raises(Unavailable, match="revision 9999"):
                 await forever(cron)
         finally:
-            db.execute("UPDATE cronlock.alembic_version SET version_num = '0001'")
+            db.execute(f"UPDATE cronlock.alembic_version SET version_num = '{REVISION}'")
         async with asyncio.timeout(10):
             while ("dead", "lost") not in counts(db):
                 await asyncio.sleep(0.02)

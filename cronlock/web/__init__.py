@@ -1,14 +1,18 @@
-"""The HTTP side: `/cron/{task}`, and two probes that are open and say nothing."""
+"""The HTTP side: `/cron/{task}`, two probes that are open and say nothing, and what another application gets."""
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.web.cron import CronEndpoint
+from cronlock.web.fallback import lifespan_of, require_asgi
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -16,8 +20,25 @@ if TYPE_CHECKING:
 NO_STORE = {"cache-control": "no-store"}
 
 
-def application(cron: "Cronlock") -> Starlette:
-    """The ASGI application of a `Cronlock`; never redirects, answers everything in JSON."""
+class Application(Starlette):
+    """cronlock's routes; all else goes to `fallback`, if there is one, as it came: no middleware, no scope of ours."""
+
+    fallback: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.fallback is None or scope["type"] == "lifespan" or self._is_ours(scope):
+            await super().__call__(scope, receive, send)
+        else:
+            await self.fallback(scope, receive, send)
+
+    def _is_ours(self, scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is not Match.NONE for route in self.routes)
+
+
+def application(cron: "Cronlock", fallback: ASGIApp | None = None, *, has_probes: bool = True) -> Application:
+    """The ASGI application of a `Cronlock`; never redirects, answers everything of its own in JSON."""
+    if fallback is not None:
+        require_asgi(fallback)
 
     async def healthz(_: Request) -> Response:
         return JSONResponse({"status": "ok"}, headers=NO_STORE)
@@ -35,14 +56,23 @@ def application(cron: "Cronlock") -> Starlette:
     async def not_found(_: Request, __: Exception) -> Response:
         return JSONResponse({"status": "not_found"}, 404, headers=NO_STORE)
 
-    app = Starlette(
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Any] | None]:
+        if fallback is None:
+            async with cron.lifespan(app):
+                yield None
+        else:  # its own first, and last: tasks use what it opens
+            async with lifespan_of(fallback) as state, cron.lifespan(app):
+                yield state or None
+
+    app = Application(
         routes=[
             Route("/cron/{task:path}", CronEndpoint(cron)),
-            Route("/healthz", healthz),
-            Route("/readyz", readyz),
+            *([Route("/healthz", healthz), Route("/readyz", readyz)] if has_probes else []),
         ],
-        lifespan=cron.lifespan,
+        lifespan=lifespan,  # type: ignore[arg-type]  # a state may be None, which the server is not told
         exception_handlers={404: not_found},
     )
     app.router.redirect_slashes = False
+    app.fallback = fallback
     return app

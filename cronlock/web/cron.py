@@ -158,7 +158,7 @@ def checked(value: bytes, name: str) -> str:
 
 
 def moment(value: bytes | None) -> str | None:
-    """A time with its zone, in UTC; None for anything else, since it is for information only."""
+    """A time that was sent with its zone, in UTC; None for anything else, since it is for information only."""
     try:
         found = datetime.fromisoformat((value or b"").decode("ascii"))
         return found.astimezone(UTC).isoformat() if found.tzinfo is not None else None

@@ -9,7 +9,8 @@ depends_on = None
 
 # Whatever broke off half way is begun again, so every statement here may come twice.
 COLUMNS = """
-ALTER TABLE {schema}.run ADD COLUMN IF NOT EXISTS log text, ADD COLUMN IF NOT EXISTS min_interval interval;
+ALTER TABLE {schema}.run ADD COLUMN IF NOT EXISTS log text, ADD COLUMN IF NOT EXISTS min_interval interval,
+    ADD COLUMN IF NOT EXISTS mode text;
 -- squawk-ignore ban-drop-not-null
 ALTER TABLE {schema}.task ALTER COLUMN lock_key DROP NOT NULL;
 """
@@ -109,4 +110,4 @@ def downgrade() -> None:
     # A task with a key has no lock of its own, and its row no place before; it is registered again.
     execute("DELETE FROM {schema}.task WHERE lock_key IS NULL")
     execute("ALTER TABLE {schema}.task ALTER COLUMN lock_key SET NOT NULL")
-    execute("ALTER TABLE {schema}.run DROP COLUMN log, DROP COLUMN min_interval")
+    execute("ALTER TABLE {schema}.run DROP COLUMN log, DROP COLUMN min_interval, DROP COLUMN mode")

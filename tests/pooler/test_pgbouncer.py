@@ -302,3 +302,30 @@ async def test_no_session_level_lock_and_no_named_statement_ever_reaches_the_ser
     # "execute <unnamed>" is a statement that was not prepared.
     assert set(re.findall(r"execute ([^:]+):", said)) <= {"<unnamed>"}
     assert re.findall(r"(?im)statement: .*\b(?:LISTEN|PREPARE)\b.*", said.replace("UNLISTEN", "")) == []
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct url", "pooler only"])
+async def test_a_guard_holds_its_lock_through_the_pooler_and_another_process_is_skipped(
+    make_pooled: Make, database_url: str, db: Db, is_direct: bool
+) -> None:
+    settings = {"guard_ping": "200ms", **({"direct_url": database_url} if is_direct else {"pool_size": 1})}
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def work(run: Run) -> None:
+        entered.set()
+        await leave.wait()
+        run.check()
+
+    first, second = make_pooled(**settings), make_pooled(**settings)
+    for cron in (first, second):
+        cron.task("work", mode="guard")(work)
+    async with first, second:
+        running = asyncio.create_task(first.run("work"))
+        await entered.wait()
+        await asyncio.sleep(1.5)  # seven pings, past the driver's threshold for preparing one
+        assert [query for *_, query in locks(db)] == ["SELECT 1"]
+        assert (await second.run("work")).reason == "already_running"
+        leave.set()
+        assert (await running).status == "completed"
+        assert (await second.run("work")).status == "completed"
+        await until(lambda: is_quiet(db), "nothing is left")

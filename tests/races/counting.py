@@ -45,6 +45,7 @@ async def crowded(run: Run) -> int:
         cursor = await connection.execute(
             "SELECT count(*) FROM inside WHERE task = %s AND key = %s", (run.task, run.key or "")
         )
-        (most,) = await cursor.fetchone()
+        row = await cursor.fetchone()
+        assert row is not None
         await connection.execute("DELETE FROM inside WHERE id = %s", (run.id,))
-    return int(most)
+    return int(row[0])

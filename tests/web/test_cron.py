@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from cronlock import Cancel, Cronlock, Retry, Run
+from cronlock.models import REVISION
 from tests import SECRET, Db, Make, advisory_locks, end_holders, held, rows, serving
 
 pytestmark = pytest.mark.anyio
@@ -482,7 +483,7 @@ async def test_an_unknown_schema_answers_503_with_the_command_that_mends_it(
             assert answer.json()["reason"].startswith("schema_")
             assert advice in answer.json()["message"]
             assert (await client.get("/readyz")).json() == {"status": "unavailable"}
-    db.execute("UPDATE cronlock.alembic_version SET version_num = '0001'")
+    db.execute(f"UPDATE cronlock.alembic_version SET version_num = '{REVISION}'")
 
 
 async def test_a_full_pool_answers_503_and_harms_nobody(make_cron: Make, db: Db) -> None:
