@@ -267,6 +267,71 @@ async def test_the_same_occurrence_twice_at_once_runs_once(
     assert len(inside) == 1
 
 
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_an_occurrence_has_a_lock_of_its_own_beside_the_slot(
+    make_cron: Make, db: Db, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """Whoever asked before the first run was there must not have the free slot."""
+    crons = [make_cron(), make_cron()]
+    inside: list[int] = []
+    go, begun = asyncio.Event(), asyncio.Event()
+
+    async def sync(run: Run) -> None:
+        inside.append(run.id)
+        await go.wait()
+
+    for cron in crons:
+        cron.task("sync", max_concurrent=1 if is_full else 2)(sync)
+    async with crons[0], crons[1]:
+        attempts = (await crons[1].open()).runner.attempts
+
+        async def ask(*arguments: Any) -> None:
+            await begun.wait()
+
+        monkeypatch.setattr(attempts.skips, "ask", ask)  # it has seen nobody
+        calls = [asyncio.create_task(crons[1].run("sync", idempotency_key="one")) for _ in range(20)]
+        first = asyncio.create_task(crons[0].run("sync", idempotency_key="one"))
+        await until(lambda: inside, "one runs")
+        begun.set()
+        others = await asyncio.gather(*calls)
+        go.set()
+        assert (await first).status == "completed"
+    assert len(inside) == 1
+    assert {(other.reason, other.holder and other.holder.run_id) for other in others} == {
+        ("already_running", inside[0])
+    }
+
+
+async def test_a_run_never_goes_on_under_the_lock_of_another_occurrence(make_cron: Make, db: Db) -> None:
+    """The first caller goes while a connection is waited for, and the next one has another occurrence."""
+    cron = make_cron(pool_size=1)
+    running, go = asyncio.Event(), asyncio.Event()
+
+    async def busy(run: Run) -> None:
+        running.set()
+        await go.wait()
+
+    async def sync(run: Run) -> list[bool]:
+        query = "SELECT pg_try_advisory_xact_lock(hashtextextended('sync' || chr(31) || %s, 0))"
+        return [value(db, query, key) for key in ("one", "two")]
+
+    cron.task("busy")(busy)
+    cron.task("sync")(sync)
+    async with cron:
+        keeping = asyncio.create_task(cron.run("busy"))
+        await running.wait()
+        process = await cron.open()
+        calls = [asyncio.create_task(cron.run("sync", idempotency_key=key)) for key in ("one", "two")]
+        await until(lambda: process.database.runs.get_stats()["requests_waiting"], "a connection is waited for")
+        (gate,) = [gate for gate in process.runner.attempts.gates.values() if gate.attempts]
+        assert not gate.waiting, "both are in one attempt"
+        calls[0].cancel()
+        await asyncio.wait(calls[:1])
+        go.set()
+        await keeping
+        assert (await calls[1]).result == "[true,false]"
+
+
 async def test_another_occurrence_has_the_free_slot_though_it_waited_behind_the_same(make_cron: Make, db: Db) -> None:
     """One attempt answers for those of its own occurrence only."""
     crons = [make_cron() for _ in range(2)]
