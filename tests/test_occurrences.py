@@ -293,8 +293,9 @@ async def test_an_occurrence_has_a_lock_of_its_own_beside_the_slot(
         first = asyncio.create_task(crons[0].run("sync", idempotency_key="one"))
         await until(lambda: inside, "one runs")
         begun.set()
-        others = await asyncio.gather(*calls)
+        await asyncio.wait(calls, timeout=10)
         go.set()
+        others = await asyncio.gather(*calls)
         assert (await first).status == "completed"
     assert len(inside) == 1
     assert {(other.reason, other.holder and other.holder.run_id) for other in others} == {
