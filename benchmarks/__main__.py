@@ -8,10 +8,12 @@ from pathlib import Path
 
 import psycopg
 
-from benchmarks import machine, sameness, trips
-from benchmarks.arms import ARMS, DISK, Arm, Wrong
-from benchmarks.rig import Rig
-from benchmarks.rows import GROUPS, ROWS, TRIPS, Round, Row
+from benchmarks import machine, trips
+from benchmarks.arms import Arm, Wrong
+from benchmarks.rig import Rig, holder
+from benchmarks.rows import ALWAYS, GROUPS, TRIPS, Round, Row, rows
+from benchmarks.server import environment
+from benchmarks.stages import FULL, SHORT, Scale, stages
 from benchmarks.table import Report, surroundings, write
 
 LEAST_ROUNDS = 5
@@ -20,14 +22,14 @@ LEAST_ROUNDS = 5
 def main() -> int:
     """Returns the exit code: 1 for a reading that is worth nothing; a target that is not reached is no error."""
     given = arguments()
-    wanted = [row for row in ROWS if given.only in (None, row.group)]
+    scale = SHORT if given.short else FULL
+    wanted = [row for row in rows(scale) if given.only in (None, row.group)]
     missing = find_missing(wanted)
-    rows = [row for row in wanted if row not in missing]
+    measured = [row for row in wanted if row not in missing]
     try:
-        with Rig(has_redis=any(row.needs_redis for row in rows)) as rig:
-            sameness.check(rig)
+        with Rig(has_redis=any("redis" in row.needs for row in measured)) as rig:
             counts = count(rig) if given.only in (None, TRIPS) else []
-            rounds = measure(rig, rows, given.rounds, given.seconds)
+            rounds = measure(rig, scale, measured, given.rounds, given.seconds)
             report = str(
                 Report(
                     rig,
@@ -35,7 +37,7 @@ def main() -> int:
                     seconds=given.seconds,
                     is_short=given.short,
                     rounds=rounds,
-                    compared=[row.compare(rounds) for row in rows],
+                    compared=[row.compare(rounds) for row in measured],
                     missing=missing,
                     counts=counts,
                 )
@@ -76,39 +78,48 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def find_missing(rows: list[Row]) -> dict[Row, str]:
+def find_missing(wanted: list[Row]) -> dict[Row, str]:
     """The rows that cannot be measured here, and why; what they need is installed first where that is possible."""
-    found = {}
-    without_wrk = without_redis = None
-    if any(not row.is_time for row in rows):
-        without_wrk = machine.install("wrk")
-    if any(row.needs_redis for row in rows):
-        without_redis = (
-            machine.install("redis-server") or machine.missing_module("redis") or machine.missing_module("hiredis")
-        )
-    for row in rows:
-        if why := (None if row.is_time else without_wrk) or (without_redis if row.needs_redis else None):
-            found[row] = why
-    return found
+    found = {need: why for need in {need for row in wanted for need in row.needs} if (why := lack(need))}
+    return {row: found[need] for row in wanted for need in row.needs if need in found}
+
+
+def lack(need: str) -> str | None:
+    """Why something that a row needs is not to be had, if so."""
+    if need == "wrk":
+        return machine.install("wrk")
+    if need == "redis":
+        return machine.install("redis-server") or machine.missing_module("redis") or machine.missing_module("hiredis")
+    return machine.missing_module("sqlalchemy-dlock") if need == "dlock" else machine.missing_proc()
 
 
 def count(rig: Rig) -> list[trips.Count] | str:
     """Round trips and commits, or why they cannot be counted here."""
     show("counting round trips and commits")
     try:
-        return asyncio.run(trips.count(rig.url))
+        with rig.database("trips") as url, holder(environment(url, None)):
+            return asyncio.run(trips.count(url))
     except psycopg.Error as error:
         return f"pg_walinspect cannot be used ({str(error).splitlines()[0]})"
 
 
-def measure(rig: Rig, rows: list[Row], times: int, seconds: int) -> list[Round]:
-    """Warm up, then take every reading that the rows need, `times` rounds of them in turn."""
-    if not rows:
+def measure(rig: Rig, scale: Scale, wanted: list[Row], times: int, seconds: int) -> list[Round]:
+    """Every reading that the rows need: `times` rounds of each stage, after one to warm up but in the short form."""
+    if not wanted:
         return []
-    needed = {DISK, *(name for row in rows for name in row.arms)}
-    arms = {name: arm for name, arm in ARMS.items() if name in needed}
-    take(rig, arms, 1, "warming up")
-    return [take(rig, arms, seconds, f"round {number + 1} of {times}") for number in range(times)]
+    needed = {*ALWAYS, *(name for row in wanted for name in row.arms)}
+    rounds: list[Round] = [{} for _ in range(times)]
+    for stage in stages(scale):
+        arms = {name: arm for name, arm in stage.arms.items() if name in needed}
+        if not arms.keys() - ALWAYS:
+            continue
+        show(f"preparing for: {'; '.join(arms)}")
+        with stage.setting(rig, scale):
+            if not stage.is_once and scale is not SHORT:
+                take(rig, arms, 1, "warming up")
+            for number in range(1 if stage.is_once else times):
+                rounds[number] |= take(rig, arms, seconds, f"round {number + 1} of {times}")
+    return rounds
 
 
 def take(rig: Rig, arms: dict[str, Arm], seconds: int, what: str) -> Round:

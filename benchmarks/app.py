@@ -6,11 +6,15 @@ All of them authenticate with the same object and answer through the same code.
 """
 
 import itertools
+import json
 import logging
 import os
 import sys
+import time
 from typing import Any
 
+import psycopg
+from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,6 +22,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from benchmarks import names
+from benchmarks.load import IDLE_CALLS
+from benchmarks.locking import Locking
 from benchmarks.peers import Article, Bare, Nothing, Peer, Redis, SharedRedis
 from cronlock import Cronlock, Run, serving
 from cronlock.web.auth import Bearer
@@ -51,6 +57,23 @@ async def logging_level(request: Request) -> Response:
     return Response(status_code=204)
 
 
+class Looks:
+    """`/-/looks/{seconds}`: the milliseconds of each look at whether the database is ready and the tasks are in it."""
+
+    def __init__(self, cron: Cronlock) -> None:
+        self._cron = cron
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        readiness = (await self._cron.open()).readiness
+        times: list[float] = []
+        until = time.monotonic() + scope["path_params"]["seconds"]
+        while len(times) < IDLE_CALLS and time.monotonic() < until:
+            started = time.perf_counter()
+            await readiness.look()
+            times.append((time.perf_counter() - started) * 1000)
+        await Response(json.dumps(times))(scope, receive, send)
+
+
 class Measured(Cronlock):
     """A Cronlock whose application also has the routes of its peers."""
 
@@ -75,13 +98,21 @@ class Measured(Cronlock):
             Route("/-/answers", answered),
             Route("/-/logging/{level}", logging_level),
             Route("/-/bare/{what}/{seconds:float}", bare),
+            Route("/-/locking/{what}/{seconds:float}", Locking(self)),
+            Route("/-/looks/{seconds:float}", Looks(self)),
         ]
         app.add_middleware(Counted)
         return app
 
 
 def add_tasks(cron: Cronlock) -> Cronlock:
-    """Register tasks whose lock is held elsewhere, empty ones, and ones with one statement."""
+    """Register tasks whose lock is held elsewhere, empty ones, and ones with one statement, in both modes."""
+    engine = create_async_engine(
+        "postgresql+psycopg://",
+        async_creator=lambda: psycopg.AsyncConnection.connect(cron.settings.database_url),
+        pool_size=names.CONNECTIONS,
+        max_overflow=0,
+    )
 
     async def empty(run: Run) -> None:
         pass
@@ -89,15 +120,36 @@ def add_tasks(cron: Cronlock) -> Cronlock:
     async def one_statement(run: Run) -> None:
         await run.connection.execute(names.STATEMENT)
 
+    async def guarded_statement(run: Run) -> None:
+        async with engine.begin() as connection:
+            await connection.execute(names.STATEMENT)
+
     for name in names.HELD + names.EMPTY:
         cron.task(name)(empty)
     for name in names.ONE_STATEMENT:
         cron.task(name)(one_statement)
+    for name in names.GUARDED:
+        cron.task(name, mode="guard")(empty)
+    for name in names.GUARDED_STATEMENT:
+        cron.task(name, mode="guard")(guarded_statement)
+    return cron
+
+
+def add_many(cron: Cronlock, number: int) -> Cronlock:
+    """Register `number` tasks: those in `names.FEW`, and others that nobody calls."""
+
+    async def empty(run: Run) -> None:
+        pass
+
+    for name in (*names.FEW, *(f"other-{each:05}" for each in range(number - len(names.FEW)))):
+        cron.task(name, schedule="*/5 * * * *")(empty)
     return cron
 
 
 def make() -> Cronlock:
-    """The Cronlock that is served; its settings come from the environment."""
+    """The Cronlock that is served; its settings and the number of its tasks come from the environment."""
+    if number := os.environ.get(names.TASKS):
+        return add_many(Measured(), int(number))
     return add_tasks(Measured())
 
 

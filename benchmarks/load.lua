@@ -1,4 +1,6 @@
--- Arguments: the secret, then the paths. One thread cycles through them; of several, each keeps to its own.
+-- Arguments: the secret, "own" or "all", the idempotency key, then the paths. With "all" a thread cycles through the
+-- paths, with "own" each of several threads keeps to its own. The key: "none", or a text that every request has, or one
+-- that ends in "*", which becomes another in every request.
 local threads = 0
 
 function setup(thread)
@@ -7,18 +9,25 @@ function setup(thread)
 end
 
 function init(args)
-  local paths = {}
-  for i = 3, #args do paths[#paths + 1] = args[i] end
+  local paths, key = {}, args[3]
+  for i = 4, #args do paths[#paths + 1] = args[i] end
   if args[2] == "own" then paths = { paths[index] } end
-  requests, at = {}, 0
+  local headers = { ["Authorization"] = "Bearer " .. args[1], ["User-Agent"] = "wrk" }
+  if key ~= "none" then headers["Idempotency-Key"] = key end
+  before, after, at, drawn = {}, {}, 0, 0
   for i, path in ipairs(paths) do
-    requests[i] = wrk.format("GET", path, { ["Authorization"] = "Bearer " .. args[1], ["User-Agent"] = "wrk" })
+    local made = wrk.format("GET", path, headers)
+    local star = key:sub(-1) == "*" and made:find("*\r\n", made:find("Idempotency-Key", 1, true), true)
+    before[i] = star and made:sub(1, star - 1) or made
+    after[i] = star and made:sub(star + 1)
   end
 end
 
 function request()
-  at = at % #requests + 1
-  return requests[at]
+  at = at % #before + 1
+  if not after[at] then return before[at] end
+  drawn = drawn + 1
+  return string.format("%s%02d-%09d%s", before[at], index, drawn, after[at])
 end
 
 function done(summary, latency)

@@ -33,11 +33,14 @@ class Load:
         return self.requests / self.seconds
 
 
-def burst(port: int, route: str, tasks: list[str], seconds: int, *, is_own: bool = False) -> Load:
-    """Send requests over 32 connections for `seconds`: through all paths in turn, or each connection its own."""
-    threads = len(tasks) if is_own else 1
-    command = ["wrk", f"-t{threads}", f"-c{names.CONNECTIONS}", f"-d{seconds}s", "--timeout", "10s", "-s", str(SCRIPT)]
-    command += [f"http://127.0.0.1:{port}", "--", names.SECRET, "own" if is_own else "all"]
+def burst(port: int, route: str, tasks: list[str], seconds: int, *, is_own: bool = False, key: str = "none") -> Load:
+    """Send requests for `seconds`: over 32 connections through all paths in turn, or over one for each path.
+
+    `key` is the idempotency key of every request, or "none"; with a star at its end it is another in each.
+    """
+    threads, connections = (len(tasks), len(tasks)) if is_own else (1, names.CONNECTIONS)
+    command = ["wrk", f"-t{threads}", f"-c{connections}", f"-d{seconds}s", "--timeout", "10s", "-s", str(SCRIPT)]
+    command += [f"http://127.0.0.1:{port}", "--", names.SECRET, "own" if is_own else "all", key]
     command += [f"/{route}/{task}" for task in tasks]
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -74,10 +77,14 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def get(self, path: str) -> tuple[bytes, bytes]:
-        """The head and the body of the answer; raises `RuntimeError` for one that is no success."""
+    def get(self, path: str, key: str | None = None) -> tuple[bytes, bytes]:
+        """The head and the body of the answer; raises `RuntimeError` for one that is no success.
+
+        `key` is the idempotency key to send.
+        """
+        more = "" if key is None else f"Idempotency-Key: {key}\r\n"
         self._socket.sendall(
-            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {names.SECRET}\r\n"
+            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {names.SECRET}\r\n{more}"
             "User-Agent: wrk\r\n\r\n".encode()
         )
         received = b""

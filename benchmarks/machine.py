@@ -22,6 +22,7 @@ PACKAGES = (
     "httptools",
     "redis",
     "hiredis",
+    "sqlalchemy-dlock",
 )
 
 
@@ -77,6 +78,19 @@ def family_cpu_seconds(pid: int) -> float:
         if (fields := read(file).rpartition(")")[2].split()) and fields[1] == str(pid):
             family.append(int(file.parent.name))
     return sum(map(cpu_seconds, family))
+
+
+def resident_mib(pid: int) -> float:
+    """The resident memory of a process (Linux; raises `RuntimeError` elsewhere)."""
+    for line in read(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("the kernel does not say how much memory a process has")
+
+
+def missing_proc() -> str | None:
+    """Why the memory of a process cannot be measured, if so."""
+    return None if read(Path("/proc/self/status")) else "there is no /proc, which says how much memory a process has"
 
 
 def read(file: Path) -> str:

@@ -5,6 +5,7 @@ import re
 from benchmarks import names
 from benchmarks.arms import Wrong
 from benchmarks.rig import Rig
+from benchmarks.server import Server
 
 PEERS = {
     "auth": names.HELD[0],
@@ -16,12 +17,12 @@ PEERS = {
 NUMBER = re.compile(rb"\d+")
 
 
-def check(rig: Rig) -> None:
+def check(rig: Rig, server: Server) -> None:
     """Compare every peer's answer with cronlock's; raises `Wrong`."""
     for peer, task in PEERS.items():
         if peer.startswith("redis") and not rig.has_redis:
             continue
-        mine, theirs = shape(rig.get(f"/cron/{task}")), shape(rig.get(f"/{peer}/{task}"))
+        mine, theirs = shape(server.get(f"/cron/{task}")), shape(server.get(f"/{peer}/{task}"))
         if mine != theirs:
             raise Wrong(f"/cron/{task} and /{peer}/{task} answer differently:\n{mine!r}\n{theirs!r}")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import machine, names
-from benchmarks.arms import ARMS, DISK, Reading, Storm
 from benchmarks.rig import Rig
 from benchmarks.rows import Compared, Round, Row
 from benchmarks.trips import Count
@@ -15,8 +14,6 @@ from benchmarks.trips import Count
 BEGIN = "<!-- benchmarks: what follows is written by `./run bench --write` -->"
 END = "<!-- benchmarks: end -->"
 SHORT = "**Short form: not a measurement.**"
-
-LABELS = {DISK: "8 KiB made durable on the disk"}
 
 HEAD = (
     "| what | cronlock | against | its figure | ratio, median [min-max] | to reach | reached |\n"
@@ -60,6 +57,7 @@ class Report:
         rig = self.rig
         if not self.rounds:
             return f"Counted on {_today()} with `{self.command}`."
+        warm = "" if self.is_short else "after one to warm up; "
         cores = "nothing is pinned to a core"
         if rig.server_core is not None:
             rest = "PostgreSQL, Redis and wrk" if rig.is_embedded else "Redis and wrk"
@@ -67,11 +65,12 @@ class Report:
             cores = f"the server is pinned to core {rig.server_core}, {rest} to core {others}"
         return (
             f"Measured on {_today()} with `{self.command}`: {len(self.rounds)} rounds of {self.seconds} s a reading, "
-            "in turn (A B C ... A B C ...) after one to warm up; medians, and ratios taken within a round. "
+            f"in turn (A B C ... A B C ...) {warm}medians, and ratios taken within a round. "
             f"{names.CONNECTIONS} connections over HTTP on loopback; {cores}. One `cronlock serve` process has all "
-            f"routes; its log lines (JSON, one a call; peers write none) go to a file. Pools: {names.CONNECTIONS} "
-            f"connections for cronlock's runs and two for its records, {names.CONNECTIONS} for the article's pattern, "
-            f"up to {2 * names.CONNECTIONS} for Redis."
+            "routes that are compared, and two take turns where servers are; log lines (JSON, one a call; peers write "
+            f"none) go to a file. Pools: {names.CONNECTIONS} connections for cronlock's runs and two for its records, "
+            f"{names.CONNECTIONS} for the article's pattern, for sqlalchemy-dlock and for the guarded task, up to "
+            f"{2 * names.CONNECTIONS} for Redis."
         )
 
 
@@ -97,11 +96,13 @@ def _today() -> str:
 def _target(row: Row) -> str:
     if row.target is None:
         return "-"
-    return f"{'at most' if row.is_time else 'at least'} {row.target:g}"
+    return f"{'at most' if row.is_less_better else 'at least'} {row.target:g}"
 
 
 def _figure(value: float, unit: str) -> str:
-    return f"{value:.2f} ms" if unit == "ms" else f"{value:,.0f}/s"
+    if unit == "/s":
+        return f"{value:,.0f}/s"
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
 
 
 def _row(found: Compared) -> str:
@@ -123,16 +124,14 @@ def _count(found: Count) -> str:
 
 
 def _proof(rounds: list[Round]) -> str:
-    readings = [(ARMS[name], reading) for found in rounds for name, reading in found.items()]
-    storms = [(arm, reading) for arm, reading in readings if isinstance(arm, Storm)]
-    rows = sum(reading.rows for _, reading in storms)
-    answers = sum(reading.answers for arm, reading in storms if arm.status)
-    seen = sum(reading.load.requests for arm, reading in storms if arm.status and reading.load)
-    busiest = max((reading.load.cpu for _, reading in storms if reading.load), default=0.0)
+    readings = [reading for found in rounds for reading in found.values()]
+    rows = sum(reading.rows for reading in readings)
+    answers = sum(reading.answers for reading in readings)
+    busiest = max((reading.load.cpu for reading in readings if reading.load), default=0.0)
     return (
-        f"Rows counted after every burst: {rows:,} rows for {answers:,} answers that the server gave to these calls; "
-        f"wrk saw {seen:,} of them (it ends a burst without the last answers, {names.CONNECTIONS} at most, whose rows "
-        f"are there). wrk used {busiest:.0%} of a core at most."
+        f"Rows counted after every burst: {rows:,} rows for {answers:,} answers that the servers gave to these calls; "
+        "and one for each run from code. (wrk ends a burst without the last answers, one for each connection at most; "
+        f"their rows are there.) wrk used {busiest:.0%} of a core at most."
     )
 
 
@@ -141,28 +140,25 @@ def _readings(rounds: list[Round]) -> str:
         "| reading | median | p50 ms | p99 ms | server CPU us/answer | PostgreSQL CPU us/answer | bytes/answer |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name in rounds[0]:
-        found = [one[name] for one in rounds]
-        unit = "/s" if isinstance(ARMS[name], Storm) else "ms"
-        cells = [LABELS.get(name, name), _figure(median(reading.value for reading in found), unit)]
+    for name in dict.fromkeys(name for one in rounds for name in one):
+        found = [one[name] for one in rounds if name in one]
         loads = [reading.load for reading in found if reading.load is not None]
-        if loads:
-            cells += [
-                f"{median(load.p50_ms for load in loads):.2f}",
-                f"{median(load.p99_ms for load in loads):.1f}",
-                f"{median(reading.server_us for reading in found):.0f}",
-                _postgres_us(found),
-                f"{median(load.bytes / load.requests for load in loads):.0f}",
-            ]
-        else:
-            cells += [""] * 5
+        cells = [
+            name,
+            _figure(median(reading.value for reading in found), found[0].unit),
+            f"{median(load.p50_ms for load in loads):.2f}" if loads else "",
+            f"{median(load.p99_ms for load in loads):.1f}" if loads else "",
+            _us([reading.server_us for reading in found]),
+            _us([reading.postgres_us for reading in found]),
+            f"{median(load.bytes / load.requests for load in loads):.0f}" if loads else "",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _postgres_us(found: list[Reading]) -> str:
-    known = [reading.postgres_us for reading in found if reading.postgres_us is not None]
-    return f"{median(known):.0f}" if known else "-"
+def _us(found: list[float | None]) -> str:
+    known = [us for us in found if us is not None]
+    return f"{median(known):.0f}" if known else ""
 
 
 def _machine(rig: Rig) -> str:

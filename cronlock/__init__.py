@@ -15,8 +15,8 @@ The layers, each of which imports only from those below it:
     closing | skips | stopping
     execution
     context | gate | guard
-    background | recording | reporting | steering
-    explain | stats
+    background | inspecting | recording | reporting | steering
+    explain | metrics | stats
     runs
     locks
     template
@@ -25,11 +25,11 @@ The layers, each of which imports only from those below it:
     lending | outcome
     tasks
     keys
-    config | embedded | schedule
+    config | embedded | revision | schedule
     cluster
     postmaster
     binaries
-    conninfo | lines | scrub | wire
+    conninfo | documents | lines | scrub | wire
     jsontext
     errors
 """

@@ -17,6 +17,8 @@ from cronlock.config import Settings
 from cronlock.database import Database
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.gate import Call, occurrence_fault
+from cronlock.inspecting import Inspector
+from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome
 from cronlock.readiness import Readiness
 from cronlock.recording import Recorder
@@ -44,6 +46,7 @@ class Cronlock:
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings.load(**settings)
         self.tasks = Registry()
+        self.metrics = Metrics(self.tasks)
         self._process: Process | None = None
         self._starting: asyncio.Lock | None = None
         self._alone = threading.Lock()
@@ -182,7 +185,7 @@ class Cronlock:
             self._starting = asyncio.Lock()
         async with self._starting:
             if self._process is None:
-                process = Process(self.settings, self.tasks)
+                process = Process(self.settings, self.tasks, self.metrics)
                 await process.open()
                 self._process = process
         return self._process
@@ -319,18 +322,21 @@ class Process:
 
     loop: asyncio.AbstractEventLoop
 
-    def __init__(self, settings: Settings, tasks: Registry) -> None:
+    def __init__(self, settings: Settings, tasks: Registry, metrics: Metrics | None = None) -> None:
         self.settings = settings
+        self.metrics = metrics or Metrics(tasks)
         self.instance = runs.Instance(uuid4(), socket.gethostname(), os.getpid(), settings.release)
         self.database = Database(settings, has_threads=any(not task.is_async and not task.is_guarded for task in tasks))
         statements = runs.Statements(settings.schema_name, self.instance)
         self.recorder = Recorder(self.database, statements)
-        self.runner = Runner(self.database, self.recorder, statements, self.instance, settings.scrub)
+        self.runner = Runner(self.database, self.recorder, statements, self.instance, settings.scrub, self.metrics)
         self.readiness = Readiness(self.database, self.runner, tasks)
+        self.inspector = Inspector(settings)
         self._timer: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Start the pools and the timer; an unreachable database is no error here."""
+        self.metrics.pools = self._pools
         self.loop = asyncio.get_running_loop()
         await self.runner.spawn(self.database.open())
         timer = Timer(self.database, self.runner, self.readiness)
@@ -362,4 +368,11 @@ class Process:
         if self._timer is not None:
             self._timer.cancel()
             await asyncio.wait((self._timer,))
+        await self.inspector.close()
         await self.runner.spawn(self.database.close())
+
+    def _pools(self) -> dict[str, dict[str, int]]:
+        database = self.database
+        pools = {"runs": database.runs, "records": database.records, "admin": self.inspector.pool}
+        found = {name: pool.get_stats() for name, pool in pools.items()}
+        return {**found, "threads": database.threads.get_stats()} if database.has_threads else found

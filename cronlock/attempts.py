@@ -246,7 +246,10 @@ class Attempts:
             await self._free(row)
         if status != "running":
             await self._let_go(seat)
-            leader.decide(self.skips.outcome(leader, lock_key, run_id, reason, before(blocked_by), wait))
+            if status == "skipped":
+                leader.decide(self.skips.outcome(leader, lock_key, run_id, reason, before(blocked_by), wait))
+            else:  # the answer to its record was lost with both connections, and somebody has closed it meanwhile
+                leader.fail(Unavailable("database_unavailable", "it was not started: its connections broke"))
             ask_again(others)
             return
         if not leader.is_waiting:

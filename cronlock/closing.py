@@ -19,7 +19,7 @@ from cronlock import locks, runs
 from cronlock.background import Background
 from cronlock.context import Run, close, settle
 from cronlock.database import Database, ask, within
-from cronlock.errors import Cancel, LockLost, Retry, TransactionEnded, Unavailable
+from cronlock.errors import Cancel, Retry, TransactionEnded, Unavailable
 from cronlock.execution import Execution, Returned
 from cronlock.jsontext import dump_result
 from cronlock.lending import cut, is_gone, lost
@@ -130,9 +130,9 @@ class Closer:
         if state in ("3B001", "25P01") or locks.ENDED in str(error):
             return ended()
         if locks.NO_ROW in str(error):
-            return LockLost("the run's row is not open any more; what the run wrote was rolled back")
+            return lost(execution.task.is_guarded, "the run's row is not open any more")
         if state == "23505" and locks.OCCURRENCE_KEY in str(error):
-            return LockLost("another run of this occurrence has completed; what this one wrote was rolled back")
+            return lost(execution.task.is_guarded, "another run of this occurrence has completed")
         return error
 
     async def _settle(self, execution: Execution, result: str | None) -> Outcome:
@@ -160,7 +160,10 @@ class Closer:
             if status not in (None, "running"):
                 if status == "completed":
                     return execution.outcome("completed", result=result)
-                return execution.outcome("lost", failure=failure(lost(execution.task.is_guarded), self._scrub))
+                why = failure(lost(execution.task.is_guarded), self._scrub)
+                # The row is to say what is answered, whoever wrote `lost` first.
+                await asyncio.wait((self.end_row(execution.call.nonce, "lost", why),), timeout=RECORD_WAIT)
+                return execution.outcome("lost", failure=why)
             if time.monotonic() - started > OUTCOME_WAIT:
                 self._reply_unknown(execution)
             await asyncio.sleep(0.05 if time.monotonic() - started < 2 else 0.5)

@@ -247,11 +247,19 @@ class Settings(BaseSettings):
         example="$(cronlock secret)",
         about="what callers send as a Bearer token; commas between",
     )
-    admin_secret: Annotated[SecretStr | None, BeforeValidator(_secret)] = setting(
-        None,
+    admin_secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)] = setting(
+        (),
         "CRONLOCK_ADMIN_SECRET",
         example="$(cronlock secret)",
-        about="reserved; nothing uses it yet",
+        about="what reads and steers at the admin routes; commas between",
+        validation_alias="admin_secret",
+    )
+    admin_read_secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)] = setting(
+        (),
+        "CRONLOCK_ADMIN_READ_SECRET",
+        example="$(cronlock secret)",
+        about="what only reads there, for Prometheus and dashboards",
+        validation_alias="admin_read_secret",
     )
     schema_name: Annotated[str, BeforeValidator(_schema)] = setting(
         "cronlock", "CRONLOCK_SCHEMA", example="cronlock", about="the schema that everything is in"
@@ -396,24 +404,42 @@ class Settings(BaseSettings):
         """The secrets that callers may send; raises `ConfigError` if there is none, or if one will not do.
 
         One will not do that is shorter than 16 characters, has white space inside, is anything but visible
-        ASCII (a header cannot carry it), or is what a missing variable is printed as. The admin secret, if
-        set, is held to the same, and must be another one.
+        ASCII (a header cannot carry it), or is what a missing variable is printed as. The admin secrets, if
+        set, are held to the same, and no secret may be of two kinds.
         """
-        problems = [
-            _problem("secrets", "value_error", f"{_entry(index, self.secrets)}{reason}")
-            for index, secret in enumerate(self.secrets)
-            if (reason := secret_fault(secret))
-        ]
+        problems = [*_secret_problems("secrets", self.secrets)]
         if not self.secrets:
             problems.append(_problem("secrets", "missing", "is not set"))
-        if self.admin_secret is not None:
-            if reason := secret_fault(self.admin_secret):
-                problems.append(_problem("admin_secret", "value_error", reason))
-            if self.admin_secret in self.secrets:
-                problems.append(_problem("admin_secret", "value_error", "is the same as a CRON_SECRET; make another"))
+        problems += _secret_problems("admin_secret", self.admin_secrets)
+        problems += _secret_problems("admin_read_secret", self.admin_read_secrets)
+        for name, secrets, others in (
+            ("admin_secret", self.admin_secrets, {"CRON_SECRET": self.secrets}),
+            (
+                "admin_read_secret",
+                self.admin_read_secrets,
+                {"CRON_SECRET": self.secrets, "CRONLOCK_ADMIN_SECRET": self.admin_secrets},
+            ),
+        ):
+            for other, theirs in others.items():
+                if set(secrets) & set(theirs):
+                    problems.append(_problem(name, "value_error", f"is the same as a {other}; make another"))
         if problems:
             raise ConfigError(_report(problems))
-        return tuple(secret.get_secret_value() for secret in self.secrets)
+        return _texts(self.secrets)
+
+    def require_admin_secrets(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The secrets that may steer and those that may only read, each empty if none is set; raises as above."""
+        self.require_secrets()
+        return _texts(self.admin_secrets), _texts(self.admin_read_secrets)
+
+    def retentions(self) -> dict[str, float]:
+        """How many seconds rows are kept, by status: `failed` stands for all others; and the `shortest` of them."""
+        kept = {
+            "skipped": self.retention_skipped.total_seconds(),
+            "completed": self.retention_completed.total_seconds(),
+            "failed": self.retention_failed.total_seconds(),
+        }
+        return {**kept, "shortest": min(kept.values())}
 
     def describe(self) -> dict[str, str]:
         """Every setting by its name, as text that may be printed: secrets and passwords are masked."""
@@ -427,7 +453,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def _scrubber(self) -> Scrubber:
-        secrets = [secret.get_secret_value() for secret in (*self.secrets, self.admin_secret) if secret]
+        secrets = list(_texts((*self.secrets, *self.admin_secrets, *self.admin_read_secrets)))
         urls = [url for url in (self.database, self.direct_url) if url is not None]
         passwords = [password for url in urls for password in conninfo.passwords(url)]
         return Scrubber(value for value in secrets + passwords if value.lower() not in NOT_SECRETS)
@@ -478,6 +504,18 @@ def is_pooled(url: object) -> bool:
         return isinstance(url, str) and conninfo.normalise(url).is_pooled
     except ValueError:
         return False
+
+
+def _texts(secrets: tuple[SecretStr, ...]) -> tuple[str, ...]:
+    return tuple(secret.get_secret_value() for secret in secrets)
+
+
+def _secret_problems(name: str, secrets: tuple[SecretStr, ...]) -> list[str]:
+    return [
+        _problem(name, "value_error", f"{_entry(index, secrets)}{reason}")
+        for index, secret in enumerate(secrets)
+        if (reason := secret_fault(secret))
+    ]
 
 
 def _entry(index: int, secrets: tuple[SecretStr, ...]) -> str:

@@ -22,15 +22,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why a run is stopped before its code returned: the status it ends with, and a sentence."""
+    """Why a run is stopped before its code returned: the status it ends with, a sentence, and who says so."""
 
     status: str
     message: str
+    type: str = ""
 
     def failure(self) -> Failure:
         """As what it is recorded and answered."""
-        types = {"timed_out": "TimeoutError", "cancelled": "Cancel", "lost": "LockLost"}
-        return Failure(types.get(self.status, "TransactionEnded"), self.message)
+        types = {"timed_out": "TimeoutError", "cancelled": "CancelAsked", "lost": "LockLost"}
+        return Failure(self.type or types.get(self.status, "TransactionEnded"), self.message)
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,7 +247,7 @@ def cut(connection: "psycopg.BaseConnection[Any]") -> None:
         pass
 
 
-def lost(is_guarded: bool) -> LockLost:
-    """The error of a run whose connection is gone."""
+def lost(is_guarded: bool, what: str = "the connection that held the lock is gone") -> LockLost:
+    """The error of a run whose lock is not its own any more."""
     left = "what the run had committed by then stays" if is_guarded else "what the run wrote is rolled back"
-    return LockLost(f"the connection that held the lock is gone; {left}")
+    return LockLost(f"{what}; {left}")

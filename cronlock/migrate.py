@@ -25,6 +25,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from cronlock.errors import MigrationError
+from cronlock.revision import is_next
 
 POLL = 0.25
 REPORT_EVERY = 5.0
@@ -101,26 +102,35 @@ def migrate(
     `url` must reach the server without a pooler where there is one. `wait` bounds the time spent behind
     other migrators and behind locks on our tables; `report` gets a line at once and then every few seconds.
 
-    Raises `MigrationError` when the time is up, or when the database is ahead of this code.
+    A schema that is one revision ahead is left as it is: in a rolling deploy instances of the code before it are
+    started again. Raises `MigrationError` when the time is up, or when the database is further ahead than that.
     """
     until = time.monotonic() + wait.total_seconds()
     target = head(schema)
     try:
         with connect(url, autocommit=True) as main:
-            before = current(main, schema)
-            if before == target:
-                return Migrated(before, target)
-            refuse_unknown(before, schema)
+            if (done := settled(current(main, schema), target, schema)) is not None:
+                return done
             with connect(url, autocommit=True) as guard:
                 take_lock(guard, schema, until, report)
-                refuse_unknown(before := current(main, schema), schema)
-                if before != target:
+                before = current(main, schema)
+                if (done := settled(before, target, schema)) is None:
                     create_schema(main, schema)
                     upgrade(url, schema, until, report)
                 guard.execute("COMMIT")
     except psycopg.Error as error:
         raise MigrationError(f"the database refused: {str(error).strip()}") from error
-    return Migrated(before, target)
+    return done or Migrated(before, target)
+
+
+def settled(revision: str | None, target: str, schema: str) -> Migrated | None:
+    """What there is to say of a schema that is left as it is; raises `MigrationError` if this code does not know it."""
+    if revision is None:
+        return None
+    if revision == target or is_next(revision, target):
+        return Migrated(revision, revision)
+    refuse_unknown(revision, schema)
+    return None
 
 
 def print_script(schema: str) -> None:
@@ -128,10 +138,8 @@ def print_script(schema: str) -> None:
     command.upgrade(config(schema), "head", sql=True)
 
 
-def refuse_unknown(revision: str | None, schema: str) -> None:
+def refuse_unknown(revision: str, schema: str) -> None:
     """Raise `MigrationError` if the database is at a revision this code does not know."""
-    if revision is None:
-        return
     known = [script.revision for script in ScriptDirectory.from_config(config(schema)).walk_revisions()]
     if revision not in known:
         raise MigrationError(

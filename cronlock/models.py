@@ -88,6 +88,11 @@ class RunRow(Base):
         CheckConstraint("(status = 'running') = (finished_at IS NULL)", name="ended_has_time"),
         CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
         Index("run_task_id_idx", "task", text("id DESC")),
+        Index(
+            "run_failed_idx",
+            text("id DESC"),
+            postgresql_where=text("status IN ('failed', 'timed_out', 'cancelled', 'lost')"),
+        ),
         Index("run_task_run_idx", "task", text("id DESC"), postgresql_where=text("status <> 'skipped'")),
         Index(
             "run_completed_idx",

@@ -6,10 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from cronlock.errors import Cancel, Retry
 from cronlock.jsontext import clip
 
 MESSAGE_LIMIT = 500
 TRACEBACK_LIMIT = 16_000
+OWN_TYPES = (
+    "Cancel",
+    "CancelAsked",
+    "LockLost",
+    "ProcessGone",
+    "Retry",
+    "ShuttingDown",
+    "StatementRefused",
+    "TransactionEnded",
+    "TransactionRefused",
+    "Unavailable",
+    "Unrecordable",
+)
+"""Error types by which a row says what became of its run (see `explain`); somebody else's get their module's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +99,22 @@ def failure(error: BaseException, scrub: Callable[[str], str]) -> Failure:
     # What its frames hold is let go: an unfinished stream of rows would keep the run's connection to itself.
     traceback.clear_frames(error.__traceback__)
     return Failure(
-        type=clip(type(error).__name__, 200),
+        type=clip(type_name(error), 200),
         message=clip(scrub(message), MESSAGE_LIMIT),
         traceback=clip(scrub(trace), TRACEBACK_LIMIT) if trace else None,
         sqlstate=sqlstate(error),
     )
+
+
+def type_name(error: BaseException) -> str:
+    """The type of an error as it is recorded: a signal's own name, and never one of ours for somebody else's."""
+    for signal in (Cancel, Retry):
+        if isinstance(error, signal):
+            return signal.__name__
+    kind = type(error)
+    if kind.__name__ in OWN_TYPES and not kind.__module__.startswith("cronlock."):
+        return f"{kind.__module__}.{kind.__name__}"
+    return kind.__name__
 
 
 def sqlstate(error: BaseException) -> str | None:

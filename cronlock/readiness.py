@@ -1,4 +1,4 @@
-"""Is the database there, is its schema the one this code knows, and do its tasks' locks not collide?
+"""Is the database there, is its schema one this code works with, and do its tasks' locks not collide?
 
 Looked at before the first call and again by the timer; until it is well every call is answered 503 with a
 reason. Two tasks of one app whose different lock names give one key stop the start: PostgreSQL's hashtext
@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from cronlock import runs
+from cronlock import revision, runs, stats
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import RegistrationError, Unavailable
 from cronlock.locks import slot_names
@@ -34,6 +34,7 @@ class Readiness:
         self._registry = registry
         self._looking: asyncio.Task[None] | None = None
         self._told: set[tuple[object, ...]] = set()
+        self._is_next = False
         self.is_ready = False
 
     async def require(self) -> None:
@@ -45,8 +46,18 @@ class Readiness:
         await asyncio.shield(self._looking)
 
     async def look(self) -> None:
-        """Look now; raises `Unavailable`, or `RegistrationError` for locks that collide."""
-        self.is_ready = False
+        """Look now; raises `Unavailable`, or `RegistrationError` for locks that collide.
+
+        What was well before stays so meanwhile: calls do not wait for a look that the timer takes.
+        """
+        try:
+            await self._look_within_time()
+        except BaseException:
+            self.is_ready = False
+            raise
+        self.is_ready = True
+
+    async def _look_within_time(self) -> None:
         try:
             async with asyncio.timeout(self._database.settings.acquire_timeout.total_seconds() + 1):
                 async with self._database.recording() as connection:
@@ -55,7 +66,6 @@ class Readiness:
             raise unavailable(error) from error
         except TimeoutError:
             raise Unavailable("database_unavailable", "the database did not answer in time") from None
-        self.is_ready = True
 
     async def _look(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]") -> None:
         limit = self._database.settings.acquire_timeout.total_seconds()
@@ -64,10 +74,7 @@ class Readiness:
         tasks = list(self._registry)
         if not tasks:
             return
-        (keyed,) = await within(limit, connection, ask(connection, runs.lock_keys(tasks)))
-        keys: dict[str, tuple[int, ...]] = {task.name: () for task in tasks}
-        for name, key in keyed:
-            keys[name] += (key,)
+        keys = await self._keys(connection, tasks, limit)
         refuse_collisions(self._registry, keys)
         rows = [
             {
@@ -109,28 +116,35 @@ class Readiness:
         self._runner.attempts.skips.paused = {name for (name,) in paused}
         self._runner.attempts.lock_keys = keys
 
+    async def _keys(
+        self, connection: "psycopg.AsyncConnection[tuple[object, ...]]", tasks: list[Task], limit: float
+    ) -> dict[str, tuple[int, ...]]:
+        """The keys of each task's slots. They never change, so those that are known are not asked for again."""
+        known = self._runner.attempts.lock_keys
+        keys = {task.name: known.get(task.name, ()) for task in tasks}
+        if new := [task for task in tasks if task.name not in known]:
+            (keyed,) = await within(limit, connection, ask(connection, runs.lock_keys(new)))
+            for name, key in keyed:
+                keys[name] += (key,)
+        return keys
+
     async def _check_revision(self, connection: "psycopg.AsyncConnection[tuple[object, ...]]", limit: float) -> None:
         schema = self._database.settings.schema_name
         table = sql.Identifier(schema, "alembic_version")
-        query = sql.SQL("SELECT version_num FROM {}").format(table).as_bytes(None)
+        query = sql.SQL(stats.REVISIONS).format(alembic_version=table).as_bytes(None)
         try:
             (rows,) = await within(limit, connection, ask(connection, query))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-            raise Unavailable(
-                "schema_missing",
-                f"the schema {schema!r} is not installed; run: cronlock migrate",
-                retry_after=30,
-            ) from None
-        found = ", ".join(str(row[0]) for row in rows) or "none"
-        if found != REVISION:
-            advice = (
-                "run: cronlock migrate" if found < REVISION or found == "none" else "deploy the newer cronlock here"
-            )
-            raise Unavailable(
-                "schema_unknown",
-                f"the schema {schema!r} is at revision {found}, this cronlock needs {REVISION}; {advice}",
-                retry_after=30,
-            )
+            raise revision.missing(schema) from None
+        found = [str(row[0]) for row in rows]
+        if revision.require(found, REVISION, schema) and not self._is_next:
+            self._is_next = True
+            log.warning(
+                "the schema %r is at revision %s, one after that of this cronlock (%s), which works with it;"
+                " deploy the newer cronlock here before the next migration",
+                schema, found[0], REVISION,
+                extra={"event": "schema.next"},
+            )  # fmt: skip
 
 
 def options(task: Task) -> dict[str, Any]:

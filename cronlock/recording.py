@@ -231,6 +231,7 @@ class Recorder:
         again = []
         for entry in group:
             entry.tries += 1
+            entry.row["is_resent"] = True
             if entry.kind in PATIENT or entry.tries < 2:
                 again.append(entry)
             elif not entry.written.done():

@@ -1,24 +1,31 @@
-"""The timer of every server: close lost runs, prune old rows, look whether the schema is still ours.
+"""The timer of every server: close lost runs, prune old rows, say who is in the way, look at the schema.
 
 A lost run is a `running` row whose backend does not hold its lock. It is found by one statement over rows
 and pg_locks together, never by trying the lock, which would skip a caller for nothing.
 """
 
 import asyncio
+import json
 import logging
 import random
+import time
 
 import psycopg
 
-from cronlock import runs
+from cronlock import explain, runs, stats
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.readiness import Readiness
 from cronlock.runner import Runner
 from cronlock.wire import Row
 
-PRUNE_EVERY = 4
-PRUNE_BATCH = 1000
+BLOCKED_AFTER = 60.0
+"""Seconds of skips by one holder after which it is said, and again each time they have doubled."""
+PRUNE_WINDOWS = 20
+"""How many windows of rows are pruned before the other duties are looked after again."""
+PRUNE_PAUSE = 0.1
+PRUNE_REST = 3600.0
+"""Seconds from one walk through the old rows to the next, if the shortest retention is not shorter still."""
 BEGIN = (
     b"BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL synchronous_commit = on; SET LOCAL search_path = pg_catalog;"
     b" SET LOCAL statement_timeout = 10000; SET LOCAL lock_timeout = 2000; "
@@ -33,22 +40,16 @@ async def recover(database: Database, statements: runs.Statements) -> list[Row]:
     for run_id, task, host, pid, *_ in rows:
         log.error(
             "%s was lost: process %s on %s was gone before it said how the run ended", task, pid, host,
-            extra={"event": "run.lost", "task": task, "runId": run_id, "status": "lost"},
+            extra={"event": "run.lost", "task": task, "runId": run_id, "status": "lost", "code": "process_gone"},
         )  # fmt: skip
     return rows
 
 
-async def prune(database: Database, statements: runs.Statements) -> int:
-    """Delete one batch of rows older than their retention, oldest first; how many it deleted."""
-    settings = database.settings
-    message = statements.fill(
-        runs.PRUNE,
-        skipped=settings.retention_skipped.total_seconds(),
-        completed=settings.retention_completed.total_seconds(),
-        failed=settings.retention_failed.total_seconds(),
-        limit=PRUNE_BATCH,
-    )
-    return len(await transact(database, message))
+async def prune(database: Database, statements: runs.Statements, after: int = 0) -> tuple[int, int | None]:
+    """Delete what is older than its retention in one window of ids: how many rows, and where the next begins."""
+    message = statements.fill(runs.PRUNE, after=after, window=runs.WINDOW, **database.settings.retentions())
+    ((numbers, following),) = await transact(database, message)
+    return sum(json.loads(numbers).values()), following
 
 
 async def transact(database: Database, message: bytes) -> list[Row]:
@@ -71,30 +72,65 @@ class Timer:
         self._database = database
         self._runner = runner
         self._readiness = readiness
+        self._told: dict[tuple[str, int], float] = {}
+        """Of a task and the first skip of a row of them: how many milliseconds when it was last said."""
+        self._prune_after = 0
+        self._prune_at = 0.0
 
     async def run(self) -> None:
         """Forever, until cancelled."""
         interval = self._database.settings.recover_interval.total_seconds()
-        ticks = 0
         while True:
             try:
-                await self._tick(ticks)
+                await self._tick()
             except Unavailable as error:
                 log.warning("%s", error, extra={"event": "database.unavailable", "reason": error.reason})
             except CronlockError as error:
                 log.error("%s", error, extra={"event": "database.unfit"})
             except Exception:
                 log.exception("the timer's duties broke off")
-            ticks += 1
             await asyncio.sleep(interval * random.uniform(0.8, 1.2))  # noqa: S311 - jitter, not a secret
 
-    async def _tick(self, ticks: int) -> None:
+    async def _tick(self) -> None:
         statements = self._runner.statements
         await self._readiness.look()
-        await recover(self._database, statements)
+        lost = await recover(self._database, statements)
+        self._runner.metrics.recovered(len(lost))
+        await self._tell_blocked()
         names = list(self._runner.attempts.lock_keys)
         usual = await transact(self._database, statements.fill(runs.USUAL, names=names)) if names else []
         self._runner.attempts.skips.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
-        if ticks % PRUNE_EVERY == 0:
-            while await prune(self._database, statements) == PRUNE_BATCH:
-                await asyncio.sleep(0.2)
+        await self._prune()
+
+    async def _tell_blocked(self) -> None:
+        """Say which tasks one and the same holder keeps from running, as far as they are this process's."""
+        rows = await transact(self._database, self._runner.statements.fill(stats.BLOCKED))
+        found = [dict(zip(stats.BLOCKED_COLUMNS, row, strict=True)) for row in rows]
+        ours = [row for row in found if row["task"] in self._runner.attempts.lock_keys]
+        told, self._told = self._told, {}
+        for row in ours:
+            place = row["task"], row["first_skip"]
+            self._told[place] = told.get(place, 0.0)
+            if row["skipped_ms"] >= max(BLOCKED_AFTER * 1000, 2 * self._told[place]):
+                self._told[place] = row["skipped_ms"]
+                log.warning(
+                    "%s", explain.blocked(row),
+                    extra={
+                        "event": "task.blocked", "task": row["task"], "code": "already_running",
+                        "blockedBy": row["blocked_by"], "holderPid": row["holder_pid"], "skippedMs": row["skipped_ms"],
+                    },
+                )  # fmt: skip
+
+    async def _prune(self) -> None:
+        """Go on with the walk through the old rows, a little at a time; at its end rest, then begin anew."""
+        if time.monotonic() < self._prune_at:
+            return
+        for _ in range(PRUNE_WINDOWS):
+            deleted, following = await prune(self._database, self._runner.statements, self._prune_after)
+            self._runner.metrics.pruned(deleted)
+            self._prune_after = following or 0
+            if following is None:
+                rest = min(PRUNE_REST, self._database.settings.retentions()["shortest"] / 10)
+                self._prune_at = time.monotonic() + rest
+                return
+            await asyncio.sleep(PRUNE_PAUSE)

@@ -1,13 +1,17 @@
-"""One structured log line for every run that starts, ends or is skipped."""
+"""One structured log line, and one more in the counters, for every run that starts, ends or is skipped."""
 
 import logging
 from collections.abc import Callable
 from json import dumps
 from typing import Any
 
-from cronlock.outcome import Outcome
+from cronlock.explain import code
+from cronlock.metrics import Metrics
+from cronlock.outcome import Failure, Outcome
 
 log = logging.getLogger("cronlock.run")
+
+GONE = Failure("ProcessGone", "the process or its connection was gone before it said how the run ended")
 
 straight: Callable[[int, str, str], bool] | None = None
 """Writes a line (its level, message and facts as the inside of a JSON object) where no other handler wants a record of
@@ -15,10 +19,27 @@ it, else False. Set by `logs`: in a storm of skips a record of `logging` costs s
 
 
 class Report:
-    """Writes the lines of one process, which `instance` names."""
+    """Writes the lines of one process, which `instance` names, and counts what they say."""
 
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, metrics: Metrics) -> None:
         self._instance = instance
+        self._metrics = metrics
+
+    def skipped(self, outcome: Outcome, lock_key: int) -> None:
+        """A call was skipped."""
+        self._metrics.skipped(outcome.task, outcome.reason or "", outcome.duration_ms)
+        self.line(logging.INFO, "skipped", outcome, lock_key)
+
+    def started(self, outcome: Outcome, lock_key: int, decided_ms: int) -> None:
+        """A call became a run, `decided_ms` after it came."""
+        self._metrics.started(outcome.task, decided_ms)
+        self.line(logging.INFO, "started", outcome, lock_key)
+
+    def ended(self, outcome: Outcome, lock_key: int) -> None:
+        """A run of this process ended."""
+        self._metrics.ended(outcome.task, outcome.status, outcome.duration_ms)
+        level = logging.INFO if outcome.status == "completed" else logging.ERROR
+        self.line(level, outcome.status, outcome, lock_key)
 
     def line(self, level: int, event: str, outcome: Outcome, lock_key: int) -> None:
         """One event of a call or a run."""
@@ -32,7 +53,8 @@ class Report:
 
     def lost(self, task: str, run_id: int, lock_key: int) -> None:
         """A run of some process was found lost by the one that has its lock now."""
-        outcome = Outcome(status="lost", task=task, run_id=run_id, duration_ms=0)
+        self._metrics.recovered()
+        outcome = Outcome(status="lost", task=task, run_id=run_id, duration_ms=0, failure=GONE)
         self.line(logging.ERROR, "lost", outcome, lock_key)
 
     def facts(self, outcome: Outcome, lock_key: int) -> dict[str, Any]:
@@ -41,6 +63,7 @@ class Report:
             "task": outcome.task,
             "runId": outcome.run_id,
             "status": outcome.status,
+            "code": code(outcome),
             "reason": outcome.reason,
             "durationMs": outcome.duration_ms,
             "lockKey": lock_key,
@@ -54,7 +77,7 @@ class Report:
         error = dumps(explained(outcome), ensure_ascii=False) if outcome.failure else "null"
         return (
             f'"event":"run.{event}","task":"{outcome.task}","runId":{outcome.run_id},"status":"{outcome.status}",'
-            f'"reason":{reason},"durationMs":{outcome.duration_ms},"lockKey":{lock_key},'
+            f'"code":"{code(outcome)}","reason":{reason},"durationMs":{outcome.duration_ms},"lockKey":{lock_key},'
             f'"instance":"{self._instance}","error":{error}'
         )
 

@@ -22,6 +22,7 @@ from cronlock.execution import Execution, Returned, Stop, contain, in_thread
 from cronlock.gate import Call, Gate
 from cronlock.guard import Guard
 from cronlock.lending import CONTEXT
+from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome, failure
 from cronlock.recording import Recorder
 from cronlock.reporting import Report
@@ -30,7 +31,7 @@ from cronlock.stopping import Stopper
 
 STOP_WAIT = 3.0
 LOG_EVERY = 1.0
-SHUTDOWN = Stop("cancelled", "the server was shutting down")
+SHUTDOWN = Stop("cancelled", "the server was shutting down", "ShuttingDown")
 
 log = logging.getLogger("cronlock.run")
 
@@ -45,14 +46,16 @@ class Runner:
         statements: runs.Statements,
         instance: runs.Instance,
         scrub: Callable[[str], str],
+        metrics: Metrics,
     ) -> None:
+        self.metrics = metrics
         self.recorder = recorder
         self.statements = statements
         self.instance_id = str(instance.id)
         self._scrub = scrub
         self._guard_ping = database.settings.guard_ping.total_seconds()
         self._background = Background()
-        self._report = Report(self.instance_id)
+        self._report = Report(self.instance_id, metrics)
         self._closer = Closer(database, recorder, statements, self._background, scrub)
         self._stopper = Stopper(database, recorder, statements, self._background, self._report)
         self.attempts = Attempts(
@@ -84,8 +87,7 @@ class Runner:
         self._stopper.watch(execution)
         if self._is_ending:  # its attempt was under way when the others were stopped
             execution.ask_to_stop(SHUTDOWN)
-        if log.isEnabledFor(logging.INFO):
-            self._report.line(logging.INFO, "started", execution.outcome("running"), execution.lock_key)
+        self._report.started(execution.outcome("running"), execution.lock_key, execution.call.elapsed_ms())
         self.spawn(self._execute(gate, execution))
 
     async def _execute(self, gate: Gate, execution: Execution) -> None:
@@ -99,7 +101,7 @@ class Runner:
         finally:
             gate.running.remove(execution)
             self.active.discard(execution)
-        self._log_ended(execution, outcome)
+        self._report.ended(outcome, execution.lock_key)
         execution.reply(outcome)
         execution.run = None  # which refers to it: nothing is left for the garbage collector
 
@@ -206,7 +208,3 @@ class Runner:
         until = time.monotonic() + timeout
         while (self.active or any(gate.attempts for gate in self.attempts.gates.values())) and time.monotonic() < until:
             await asyncio.sleep(0.02)
-
-    def _log_ended(self, execution: Execution, outcome: Outcome) -> None:
-        level = logging.INFO if outcome.status == "completed" else logging.ERROR
-        self._report.line(level, outcome.status, outcome, execution.lock_key)

@@ -23,7 +23,7 @@ NOT_HELD = f"""NOT EXISTS (SELECT FROM pg_catalog.pg_locks l
          AND l.classid::bigint = r.lock_classid AND l.objid::bigint = r.lock_objid
          AND l.objsubid = r.lock_objsubid)"""
 
-LOST = """status = 'lost', finished_at = clock_timestamp(), error_type = 'LockLost',
+LOST = """status = 'lost', finished_at = clock_timestamp(), error_type = 'ProcessGone',
        error_message = 'the process or its connection was gone before it said how the run ended'"""
 
 # Has the task been paused, the occurrence been completed, or the last completed run been too short a time ago? Asked
@@ -146,11 +146,14 @@ held AS MATERIALIZED (
      WHERE r.id IS NOT NULL OR coalesce(g.application_name, '') NOT LIKE 'cronlock:%'
      ORDER BY k.lock_key, r.id DESC NULLS LAST)"""
 
+# The answer to it was lost, and its holder may have gone since: what is written stays.
+WRITTEN_BEFORE = "(a.is_resent AND EXISTS (SELECT FROM {run} s WHERE s.nonce = a.nonce))"
+
 # The skips by a holder that can be seen, or by a pause, in one statement; no row for a call that may be tried.
 SKIP_SEEN = f"""
 WITH asked AS MATERIALIZED (
     SELECT * FROM json_to_recordset({{rows}}::json) AS a(nonce uuid, task text, lock_name text, lock_key bigint,
-        trigger text, caller text)),
+        trigger text, caller text, is_resent boolean)),
 keyed AS (SELECT DISTINCT a.lock_key FROM asked a),
 {HELD},
 made AS (
@@ -164,6 +167,7 @@ made AS (
            CASE WHEN t.paused_at IS NULL THEN h.application_name END
       FROM asked a LEFT JOIN {{task}} t ON t.name = a.task LEFT JOIN held h ON h.lock_key = a.lock_key
      WHERE t.paused_at IS NOT NULL OR h.lock_key IS NOT NULL
+        OR {WRITTEN_BEFORE}
         ON CONFLICT (nonce) DO UPDATE SET nonce = excluded.nonce
  RETURNING nonce, id, reason, lock_key)
 SELECT m.nonce::text, m.id, m.reason, CASE WHEN m.reason <> 'paused' THEN h.told END
@@ -178,7 +182,7 @@ WITH asked AS MATERIALIZED (
     SELECT a.*, coalesce(a.slots[1], hashtextextended(concat(a.lock_name, chr(31), a.key), 0)) AS lock_key
       FROM json_to_recordset({{rows}}::json) AS a(nonce uuid, task text, key text, occurrence text,
            scheduled_for timestamptz, min_interval interval, lock_name text, slots bigint[], trigger text,
-           caller text)),
+           caller text, is_resent boolean)),
 keyed AS (SELECT DISTINCT k.lock_key FROM asked a CROSS JOIN LATERAL unnest(a.slots) k(lock_key)),
 {HELD},
 decided AS MATERIALIZED (
@@ -203,7 +207,8 @@ decided AS MATERIALIZED (
               AND NOT EXISTS (SELECT FROM unnest(a.slots) s(lock_key)
                                WHERE NOT EXISTS (SELECT FROM held o WHERE o.lock_key = s.lock_key))
             ORDER BY h.run_id LIMIT 1) h ON true
-     WHERE unwanted.reason IS NOT NULL OR twin.id IS NOT NULL OR h.told IS NOT NULL),
+     WHERE unwanted.reason IS NOT NULL OR twin.id IS NOT NULL OR h.told IS NOT NULL
+        OR {WRITTEN_BEFORE}),
 made AS (
     INSERT INTO {{run}} (nonce, task, key, status, reason, started_at, finished_at, trigger, caller, occurrence,
         scheduled_for, min_interval, instance, host, pid, release, lock_name, lock_key, lock_classid, lock_objid,
@@ -263,19 +268,60 @@ UPDATE {{run}} r SET {LOST}
  WHERE r.id = {{id}} AND r.status = 'running' AND {NOT_HELD}
 """
 
-PRUNE = """
-DELETE FROM {run} WHERE id IN (
-    SELECT r.id FROM {run} r
-     WHERE r.status <> 'running'
-       AND r.finished_at < clock_timestamp() - make_interval(secs => CASE r.status
-               WHEN 'skipped' THEN {skipped} WHEN 'completed' THEN {completed} ELSE {failed} END)
-       AND (r.status = 'skipped'
-            OR r.id < (SELECT max(n.id) FROM {run} n WHERE n.task = r.task AND n.status <> 'skipped'))
-     ORDER BY r.id LIMIT {limit} FOR UPDATE SKIP LOCKED)
- RETURNING 1
+WINDOW = 5000
+"""How many rows a pruner looks at in one transaction."""
+
+# A window of rows in the order of their ids, and those of it that are over their retention. A task's last run and its
+# last completed one stay, whatever their age; who has a row locked, such as another pruner, has it.
+OLD = """
+WITH seen AS MATERIALIZED (
+    SELECT r.id, r.task, r.status, coalesce(r.finished_at, r.started_at) AS at FROM {run} r
+     WHERE r.id > {after} ORDER BY r.id LIMIT {window}),
+due AS MATERIALIZED (
+    SELECT s.id, s.task, s.status FROM seen s
+     WHERE s.status <> 'running'
+       AND s.at < clock_timestamp() - make_interval(secs => CASE s.status
+               WHEN 'skipped' THEN {skipped} WHEN 'completed' THEN {completed} ELSE {failed} END)),
+kept AS MATERIALIZED (
+    SELECT t.task, last.id AS last_id, good.id AS good_id
+      FROM (SELECT DISTINCT d.task FROM due d WHERE d.status <> 'skipped') t
+      LEFT JOIN LATERAL (
+            SELECT n.id FROM {run} n
+             WHERE n.task >= t.task AND n.task <= t.task AND n.status <> 'skipped'
+             ORDER BY n.task, n.id DESC LIMIT 1) last ON true
+      LEFT JOIN LATERAL (
+            SELECT n.id FROM {run} n
+             WHERE n.task >= t.task AND n.task <= t.task AND n.status = 'completed'
+             ORDER BY n.task, n.id DESC LIMIT 1) good ON true),
+old AS MATERIALIZED (
+    SELECT d.id, d.status FROM due d LEFT JOIN kept k ON k.task = d.task
+     WHERE d.status = 'skipped' OR (d.id < k.last_id AND d.id IS DISTINCT FROM k.good_id))"""
+
+# Its one row: how many were deleted, by status; after which id the next window begins, or NULL where there is none, or
+# where all that comes is younger than the shortest retention.
+PRUNE = f"""{OLD},
+locked AS MATERIALIZED (
+    SELECT r.id FROM {{run}} r
+     WHERE r.id = ANY (ARRAY(SELECT o.id FROM old o)) FOR UPDATE SKIP LOCKED),
+gone AS (
+    DELETE FROM {{run}} r WHERE r.id = ANY (ARRAY(SELECT l.id FROM locked l)) RETURNING r.status)
+SELECT (SELECT coalesce(json_object_agg(g.status, g.number), '{{{{}}}}')::text
+          FROM (SELECT gone.status, count(*) AS number FROM gone GROUP BY gone.status) g) AS numbers,
+       CASE WHEN count(*) = {{window}} AND min(s.at) < clock_timestamp() - make_interval(secs => {{shortest}})
+            THEN max(s.id) END AS after
+  FROM seen s
+"""
+
+PRUNABLE = f"""{OLD}
+SELECT (SELECT coalesce(json_object_agg(g.status, g.number), '{{{{}}}}')::text
+          FROM (SELECT o.status, count(*) AS number FROM old o GROUP BY o.status) g) AS numbers,
+       CASE WHEN count(*) = {{window}} AND min(s.at) < clock_timestamp() - make_interval(secs => {{shortest}})
+            THEN max(s.id) END AS after
+  FROM seen s
 """
 
 
+# A row that says nothing new is left as it is, but for the minute in which the task was seen last.
 REGISTER = """
 INSERT INTO {task} AS t (name, schedule, timezone, mode, lock_name, lock_key, options)
 SELECT name, schedule, timezone, mode, lock_name, lock_key, options
@@ -285,6 +331,9 @@ SELECT name, schedule, timezone, mode, lock_name, lock_key, options
     ON CONFLICT (name) DO UPDATE SET schedule = excluded.schedule, timezone = excluded.timezone,
        mode = excluded.mode, lock_name = excluded.lock_name, lock_key = excluded.lock_key, options = excluded.options,
        last_seen_at = clock_timestamp()
+ WHERE t.last_seen_at < clock_timestamp() - interval '1 minute'
+    OR (t.schedule, t.timezone, t.mode, t.lock_name, t.lock_key, t.options) IS DISTINCT FROM
+       (excluded.schedule, excluded.timezone, excluded.mode, excluded.lock_name, excluded.lock_key, excluded.options)
 """
 
 FOREIGN_COLLISIONS = """
@@ -301,10 +350,12 @@ SELECT id, coalesce(cancel_requested_by, '') FROM {run}
 
 PAUSED = "SELECT name FROM {task} WHERE paused_at IS NOT NULL"
 
+# `task >= x AND task <= x` keeps to an index by task; see `stats`.
 USUAL = """
 SELECT t.name, (SELECT extract(epoch FROM percentile_disc(0.5) WITHIN GROUP (ORDER BY w.finished_at - w.started_at))
                   FROM (SELECT r.started_at, r.finished_at FROM {run} r
-                         WHERE r.task = t.name AND r.status = 'completed' ORDER BY r.id DESC LIMIT 20) w)::float8
+                         WHERE r.task >= t.name AND r.task <= t.name AND r.status = 'completed'
+                         ORDER BY r.task, r.id DESC LIMIT 20) w)::float8
   FROM {task} t WHERE t.name = ANY ({names}::text[])
 """
 

@@ -6,7 +6,6 @@ records say of its task and its occurrence. Whoever holds the lock but cannot be
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator, Sequence
 from functools import lru_cache
 from typing import Any
@@ -109,7 +108,7 @@ class Skips:
             holder=holder,
             retry_after=self._retry_after(call.task, holder) if wait is None else max(1, wait),
         )
-        self._report.line(logging.INFO, "skipped", outcome, lock_key)
+        self._report.skipped(outcome, lock_key)
         return outcome
 
     def _retry_after(self, task: Task, holder: Holder | None) -> int:

@@ -1,8 +1,13 @@
-"""What the commands show: reads over task, run and the two views, each one statement.
+"""What the commands, the admin routes and the metrics show: reads over task, run and the two views.
+
+The newest rows of a task are asked for as `task >= x AND task <= x ORDER BY task, id DESC`, which only an index by
+task and id can give. Asked for as `task = x ORDER BY id DESC`, the planner may walk through the ids of all tasks, past
+a million skips of another.
 
 Rows are dictionaries in the order in which their columns are shown; moments are in the session's time zone.
 """
 
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -10,39 +15,117 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from cronlock.runs import HERE
+from cronlock.runs import HERE, NOT_HELD
+
+STATEMENT_TIMEOUT = ContextVar("STATEMENT_TIMEOUT", default="30s")
+"""How long one statement of `read` may take; the admin routes give less."""
 
 Row = dict[str, Any]
 Connection = psycopg.Connection[Any]
 
+REVISIONS = "SELECT version_num FROM {alembic_version}"
+
 DURATION = "(extract(epoch FROM coalesce(r.finished_at, clock_timestamp()) - r.started_at) * 1000)::bigint"
 
+COLUMNS = f"""r.id AS run_id, r.task, r.status, r.reason, r.trigger, r.caller, r.started_at, r.finished_at,
+       {DURATION} AS duration_ms, r.host, r.pid, r.blocked_by, r.error_type, r.error_message, r.error_sqlstate"""
+
 RUNS = f"""
-SELECT r.id AS run_id, r.task, r.status, r.reason, r.trigger, r.caller, r.started_at, r.finished_at,
-       {DURATION} AS duration_ms, r.host, r.pid, r.blocked_by, r.error_type, r.error_message
+SELECT {COLUMNS}
   FROM {{run}} r
  WHERE {{conditions}}
+ ORDER BY {{order}}r.id DESC
+ LIMIT {{limit}}
+"""
+
+# Where most rows are skips, the last completed ones of each task are soon found by its index, and by their ids late.
+COMPLETED = f"""
+WITH RECURSIVE named AS (
+    (SELECT n.task FROM {{run}} n ORDER BY n.task LIMIT 1)
+    UNION ALL
+    SELECT (SELECT n.task FROM {{run}} n WHERE n.task > named.task ORDER BY n.task LIMIT 1)
+      FROM named WHERE named.task IS NOT NULL)
+SELECT {COLUMNS}
+  FROM named
+ CROSS JOIN LATERAL (
+        SELECT r.* FROM {{run}} r WHERE r.task >= named.task AND r.task <= named.task AND {{conditions}}
+         ORDER BY r.task, r.id DESC LIMIT {{limit}}) r
  ORDER BY r.id DESC
  LIMIT {{limit}}
 """
 
+STREAK_LIMIT = 1000
+"""Up to how many skips in a row are counted."""
+
+SAME_HOLDER = """n.status = 'skipped' AND n.reason = 'already_running'
+           AND n.blocked_by IS NOT DISTINCT FROM r.blocked_by AND n.holder_pid IS NOT DISTINCT FROM r.holder_pid
+           AND n.holder_application IS NOT DISTINCT FROM r.holder_application"""
+
+# A run's id is lower than those of the skips it causes; whatever else held the lock did so since the task's last run.
 RUN = f"""
 SELECT r.id AS run_id, r.*, {DURATION} AS duration_ms,
+       (extract(epoch FROM r.started_at - r.scheduled_for) * 1000)::bigint AS late_ms,
        b.task AS blocker_task, b.status AS blocker_status, b.host AS blocker_host, b.pid AS blocker_pid,
+       b.instance AS blocker_instance, b.backend_pid AS blocker_backend_pid, b.started_at AS blocker_started_at,
+       b.stopping_at AS blocker_stopping_at, b.finished_at AS blocker_finished_at,
        (extract(epoch FROM r.started_at - b.started_at) * 1000)::bigint AS blocker_elapsed_ms,
-       (extract(epoch FROM b.finished_at - r.started_at) * 1000)::bigint AS blocker_left_ms
-  FROM {{run}} r LEFT JOIN {{run}} b ON b.id = r.blocked_by
+       (extract(epoch FROM b.finished_at - r.started_at) * 1000)::bigint AS blocker_left_ms,
+       s.skips AS streak_skips, {STREAK_LIMIT} AS streak_limit,
+       (extract(epoch FROM r.started_at - s.first_at) * 1000)::bigint AS streak_ms
+  FROM {{run}} r
+  LEFT JOIN {{run}} b ON b.id = r.blocked_by
+  LEFT JOIN LATERAL (
+        SELECT coalesce(r.blocked_by, (SELECT n.id FROM {{run}} n
+                         WHERE n.task >= r.task AND n.task <= r.task AND n.id < r.id AND n.status <> 'skipped'
+                         ORDER BY n.task, n.id DESC LIMIT 1), 0) AS id) since ON r.reason = 'already_running'
+  LEFT JOIN LATERAL (
+        SELECT n.id, n.started_at FROM {{run}} n
+         WHERE n.task >= r.task AND n.task <= r.task AND n.id > since.id AND n.id <= r.id AND {SAME_HOLDER}
+         ORDER BY n.task DESC, n.id LIMIT 1) first ON true
+  LEFT JOIN LATERAL (
+        SELECT count(*) AS skips, first.started_at AS first_at
+          FROM (SELECT FROM {{run}} n
+                 WHERE n.task = r.task AND n.id >= first.id AND n.id <= r.id AND {SAME_HOLDER}
+                 LIMIT {STREAK_LIMIT}) w) s ON first.id IS NOT NULL
  WHERE r.id = {{id}}
 """
 
-TASKS = """
-SELECT h.task, h.schedule, h.timezone, t.mode, t.lock_name, t.lock_key, h.paused_at, h.paused_by, h.paused_reason,
-       h.last_run_id, h.last_status, h.last_started_at, h.last_finished_at, h.last_completed_at, h.calls,
-       (extract(epoch FROM h.p50_duration) * 1000)::bigint AS p50_ms,
-       (extract(epoch FROM h.p95_duration) * 1000)::bigint AS p95_ms,
-       h.success_rate::float8, h.skip_rate::float8, t.first_seen_at, t.last_seen_at
-  FROM {task_health} h JOIN {task} t ON t.name = h.task
- ORDER BY h.task
+LAST = 100
+"""Over how many calls and runs of a task its rates and usual durations are taken, as in the view task_health."""
+
+TASKS = f"""
+SELECT t.name AS task, t.schedule, t.timezone, t.mode, t.lock_name, t.lock_key,
+       t.paused_at, t.paused_by, t.paused_reason,
+       last.id AS last_run_id, last.status AS last_status, last.started_at AS last_started_at,
+       last.finished_at AS last_finished_at, good.finished_at AS last_completed_at, calls.calls,
+       (extract(epoch FROM runs.p50_duration) * 1000)::bigint AS p50_ms,
+       (extract(epoch FROM runs.p95_duration) * 1000)::bigint AS p95_ms,
+       runs.completed::float8 / nullif(runs.runs, 0) AS success_rate,
+       calls.skipped::float8 / nullif(calls.calls, 0) AS skip_rate, t.first_seen_at, t.last_seen_at
+  FROM {{task}} t
+  LEFT JOIN LATERAL (
+        SELECT r.id, r.status, r.started_at, r.finished_at FROM {{run}} r
+         WHERE r.task >= t.name AND r.task <= t.name AND r.status <> 'skipped'
+         ORDER BY r.task, r.id DESC LIMIT 1) last ON true
+  LEFT JOIN LATERAL (
+        SELECT r.finished_at FROM {{run}} r
+         WHERE r.task >= t.name AND r.task <= t.name AND r.status = 'completed'
+         ORDER BY r.task, r.id DESC LIMIT 1) good ON true
+  CROSS JOIN LATERAL (
+        SELECT count(*) AS calls, count(*) FILTER (WHERE w.status = 'skipped') AS skipped
+          FROM (SELECT r.status FROM {{run}} r
+                 WHERE r.task >= t.name AND r.task <= t.name AND r.status <> 'running'
+                 ORDER BY r.task, r.id DESC LIMIT {LAST}) w) calls
+  CROSS JOIN LATERAL (
+        SELECT count(*) AS runs, count(*) FILTER (WHERE w.status = 'completed') AS completed,
+               percentile_disc(0.5) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
+                   FILTER (WHERE w.status = 'completed') AS p50_duration,
+               percentile_disc(0.95) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
+                   FILTER (WHERE w.status = 'completed') AS p95_duration
+          FROM (SELECT r.status, r.started_at, r.finished_at FROM {{run}} r
+                 WHERE r.task >= t.name AND r.task <= t.name AND r.status NOT IN ('running', 'skipped')
+                 ORDER BY r.task, r.id DESC LIMIT {LAST}) w) runs
+ ORDER BY t.name
 """
 
 LOCKS = f"""
@@ -64,7 +147,87 @@ SELECT v.lock_key, v.lock_name, v.task, v.run_id, v.started_at,
            AND l.objid::bigint = v.lock_key & 4294967295
          LIMIT 1) x ON true
  ORDER BY held_ms DESC NULLS LAST
+ LIMIT {{limit}}
 """
+
+# What keeps a task from running now: the task's last row is a skip by a holder that still holds the lock.
+BLOCKED = f"""
+SELECT r.task, r.blocked_by, r.holder_pid, r.holder_application, first.id AS first_skip,
+       (extract(epoch FROM r.started_at - first.started_at) * 1000)::bigint AS skipped_ms
+  FROM {{task}} t
+ CROSS JOIN LATERAL (
+        SELECT n.* FROM {{run}} n WHERE n.task >= t.name AND n.task <= t.name ORDER BY n.task, n.id DESC LIMIT 1) r
+ CROSS JOIN LATERAL (
+        SELECT coalesce(r.blocked_by, (SELECT n.id FROM {{run}} n
+                         WHERE n.task >= r.task AND n.task <= r.task AND n.id < r.id AND n.status <> 'skipped'
+                         ORDER BY n.task, n.id DESC LIMIT 1), 0) AS id) since
+ CROSS JOIN LATERAL (
+        SELECT n.id, n.started_at FROM {{run}} n
+         WHERE n.task >= r.task AND n.task <= r.task AND n.id > since.id AND n.id <= r.id AND {SAME_HOLDER}
+         ORDER BY n.task DESC, n.id LIMIT 1) first
+ WHERE r.status = 'skipped' AND r.reason = 'already_running'
+   AND CASE WHEN r.blocked_by IS NOT NULL
+            THEN EXISTS (SELECT FROM {{run}} b WHERE b.id = r.blocked_by AND b.status = 'running')
+            ELSE EXISTS (SELECT FROM pg_catalog.pg_locks l
+                          WHERE l.locktype = 'advisory' AND l.granted AND l.pid IS NOT DISTINCT FROM r.holder_pid
+                            AND l.database = {HERE} AND l.classid::bigint = r.lock_classid
+                            AND l.objid::bigint = r.lock_objid AND l.objsubid = r.lock_objsubid) END
+"""
+
+BLOCKED_COLUMNS = ("task", "blocked_by", "holder_pid", "holder_application", "first_skip", "skipped_ms")
+
+GAUGES = {
+    "tasks": """
+SELECT t.name AS task, t.paused_at IS NOT NULL AS is_paused,
+       extract(epoch FROM last.started_at)::float8 AS last_started,
+       extract(epoch FROM good.finished_at)::float8 AS last_completed
+  FROM {task} t
+  LEFT JOIN LATERAL (
+        SELECT n.started_at FROM {run} n
+         WHERE n.task >= t.name AND n.task <= t.name AND n.status <> 'skipped'
+          ORDER BY n.task, n.id DESC LIMIT 1) last ON true
+  LEFT JOIN LATERAL (
+        SELECT n.finished_at FROM {run} n
+         WHERE n.task >= t.name AND n.task <= t.name AND n.status = 'completed'
+          ORDER BY n.task, n.id DESC LIMIT 1) good ON true
+ ORDER BY t.name""",
+    # A row whose lock is free is not running any more, whether its loss has been noticed or not.
+    "running": f"""
+SELECT t.name AS task, count(r.id) FILTER (WHERE NOT r.is_gone) AS running,
+       count(r.id) FILTER (WHERE r.is_gone) AS gone,
+       count(r.id) FILTER (WHERE r.stopping_at IS NOT NULL AND NOT r.is_gone) AS stopping,
+       coalesce(max(r.age) FILTER (WHERE NOT r.is_gone), 0) AS longest
+  FROM {{task}} t
+  LEFT JOIN (
+        SELECT r.id, r.task, r.stopping_at, {NOT_HELD} AS is_gone,
+               extract(epoch FROM clock_timestamp() - r.started_at)::float8 AS age
+          FROM {{run}} r WHERE r.status = 'running') r ON r.task = t.name
+ GROUP BY t.name ORDER BY t.name""",
+    "blocked": BLOCKED,
+    "lost": """
+SELECT count(*) AS lost FROM {run} r
+ WHERE r.status = 'lost' AND r.finished_at > clock_timestamp() - interval '1 day'""",
+    "rows": """
+SELECT greatest(c.reltuples::float8, pg_stat_get_live_tuples(c.oid)::float8, 0) AS rows,
+       pg_table_size(c.oid) + pg_indexes_size(c.oid) AS bytes
+  FROM pg_class c WHERE c.oid = {run_name}::regclass""",
+    # What keeps VACUUM from removing old rows of this database: snapshots and open writes, by who has them.
+    "xmin": """
+SELECT CASE WHEN a.application_name LIKE 'cronlock:%' THEN 'run'
+            WHEN a.application_name LIKE 'cronlock%' THEN 'cronlock' ELSE 'other' END AS held_by,
+       max(greatest(age(a.backend_xmin), age(a.backend_xid)))::float8 AS age
+  FROM pg_stat_activity a
+ WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
+   AND (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL)
+ GROUP BY 1
+ UNION ALL
+SELECT 'prepared', max(age(p.transaction))::float8 FROM pg_prepared_xacts p
+ WHERE p.database = current_database() HAVING count(*) > 0""",
+}
+"""What /metrics reads, all in one message."""
+
+GAUGES_TIMEOUT = "2s"
+LOCKS_AT_ONCE = 1000
 
 
 def runs(
@@ -80,14 +243,16 @@ def runs(
     """Runs, newest first; `before` continues after the run of that id."""
     conditions: list[sql.Composable] = [sql.SQL("true")]
     if task is not None:
-        conditions.append(sql.SQL("r.task = {}").format(task))
+        conditions.append(sql.SQL("r.task >= {task} AND r.task <= {task}").format(task=task))
     if status is not None:
         conditions.append(sql.SQL("r.status = {}").format(status))
     if since is not None:
         conditions.append(sql.SQL("r.started_at >= clock_timestamp() - {}::interval").format(since))
     if before is not None:
         conditions.append(sql.SQL("r.id < {}").format(before))
-    return read(connection, RUNS, schema, conditions=sql.SQL(" AND ").join(conditions), limit=limit)
+    text = COMPLETED if status == "completed" and task is None else RUNS
+    order = sql.SQL("r.task, " if task is not None else "")
+    return read(connection, text, schema, conditions=sql.SQL(" AND ").join(conditions), order=order, limit=limit)
 
 
 def run(connection: Connection, schema: str, run_id: int) -> Row | None:
@@ -96,7 +261,7 @@ def run(connection: Connection, schema: str, run_id: int) -> Row | None:
 
 
 def tasks(connection: Connection, schema: str) -> list[Row]:
-    """Every task that the database knows, with how it fared over its last 1,000 calls."""
+    """Every task that the database knows, with how it fared over its last 100 calls and runs."""
     return read(connection, TASKS, schema)
 
 
@@ -105,26 +270,57 @@ def task_names(connection: Connection, schema: str) -> list[str]:
     return [row["name"] for row in read(connection, "SELECT name FROM {task} ORDER BY name", schema)]
 
 
-def locks(connection: Connection, schema: str) -> list[Row]:
+def locks(connection: Connection, schema: str, *, limit: int = LOCKS_AT_ONCE) -> list[Row]:
     """Who holds an advisory lock of this database, oldest first; prepared transactions have no backend."""
-    return read(connection, LOCKS, schema)
+    return read(connection, LOCKS, schema, limit=limit)
 
 
-def revision(connection: Connection, schema: str) -> str | None:
-    """The revision of the schema; raises psycopg's `UndefinedTable` or `InvalidSchemaName` if there is none."""
-    rows = read(connection, "SELECT version_num FROM {alembic_version}", schema)
-    return str(rows[0]["version_num"]) if len(rows) == 1 else None
+def gauges(connection: Connection, schema: str) -> dict[str, list[Row]]:
+    """What the database says for the metrics, by the names of `GAUGES`: one message, two seconds at most."""
+    texts = [
+        sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"),
+        sql.SQL(
+            "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),"
+            " pg_catalog.set_config('statement_timeout', {}, true), pg_catalog.set_config('lock_timeout', '1s', true)"
+        ).format(GAUGES_TIMEOUT),
+        *(sql.SQL(text).format(**names_of(schema)) for text in GAUGES.values()),
+        sql.SQL("COMMIT"),
+    ]
+    cursor = psycopg.ClientCursor(connection, row_factory=dict_row)
+    try:
+        cursor.execute(sql.SQL("; ").join(texts))
+    except psycopg.Error:
+        if not connection.closed:
+            connection.rollback()
+        raise
+    cursor.nextset()
+    found: dict[str, list[Row]] = {}
+    for name in GAUGES:
+        cursor.nextset()
+        found[name] = cursor.fetchall()
+    return found
+
+
+def revisions(connection: Connection, schema: str) -> list[str]:
+    """The revisions of the schema; raises psycopg's `UndefinedTable` or `InvalidSchemaName` if there is none."""
+    return [row["version_num"] for row in read(connection, REVISIONS, schema)]
 
 
 def read(connection: Connection, text: str, schema: str, **values: Any) -> list[Row]:
     """The rows of a statement over the schema's tables, in a transaction of its own; also of one that writes."""
-    tables = ("run", "task", "task_health", "lock_holder", "alembic_version")
-    names = {name: sql.Identifier(schema, name) for name in tables}
     with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
         cursor.execute(
             "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),"
-            " pg_catalog.set_config('statement_timeout', '30s', true),"
-            " pg_catalog.set_config('lock_timeout', '5s', true)"
+            " pg_catalog.set_config('statement_timeout', %s, true),"
+            " pg_catalog.set_config('lock_timeout', '5s', true)",
+            (STATEMENT_TIMEOUT.get(),),
         )
-        cursor.execute(sql.SQL(text).format(**names, **values))
+        cursor.execute(sql.SQL(text).format(**names_of(schema), **values))
         return cursor.fetchall()
+
+
+def names_of(schema: str) -> dict[str, sql.Composable]:
+    """The schema's tables and views, by the names in the statements."""
+    tables = ("run", "task", "task_health", "lock_holder", "alembic_version")
+    run = sql.Identifier(schema, "run")
+    return {**{name: sql.Identifier(schema, name) for name in tables}, "run_name": sql.Literal(run.as_string(None))}

@@ -1,5 +1,8 @@
-"""What an operator changes from outside: pause, resume, cancel, terminate, recover. Each is one statement."""
+"""What an operator changes from outside: pause, resume, cancel, terminate, recover, prune. Each is one statement."""
 
+import json
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from cronlock import runs
@@ -63,6 +66,22 @@ def terminate(connection: Connection, schema: str, run_id: int) -> bool:
 def recover(connection: Connection, schema: str) -> list[Row]:
     """Close every run whose process died before it said how it ended; the rows that were closed."""
     return read(connection, runs.RECOVER, schema)
+
+
+def prune(
+    connection: Connection, schema: str, retentions: dict[str, float], *, is_dry: bool
+) -> Iterator[tuple[int, Counter[str]]]:
+    """Delete what is older than its retention, or count it, a window of ids and a transaction at a time.
+
+    Gives after each window up to which id it came, and how many rows of each status it was about.
+    """
+    text = runs.PRUNABLE if is_dry else runs.PRUNE
+    after: int | None = 0
+    while after is not None:
+        ((numbers, after),) = (
+            row.values() for row in read(connection, text, schema, after=after, window=runs.WINDOW, **retentions)
+        )
+        yield after or 0, Counter(json.loads(numbers))
 
 
 def change(connection: Connection, text: str, schema: str, **values: Any) -> Row | None:

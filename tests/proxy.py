@@ -61,6 +61,8 @@ class Proxy:
     host: str
     port: int
     listening: int = 0
+    delay: float = 0.0
+    """Seconds that everything is held back, in each direction."""
     links: list[Link] = field(default_factory=list)
     passed: int = 0
     heard: list[bytes] = field(default_factory=list)
@@ -202,6 +204,8 @@ class Proxy:
         end(link.client, "fin")
 
     async def _may_pass(self, link: Link) -> None:
+        if self.delay:
+            await asyncio.sleep(self.delay)
         await self._flowing.wait()
         await link.flowing.wait()
 

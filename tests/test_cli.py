@@ -23,8 +23,8 @@ from cronlock.models import REVISION
 from tests import SECRET, Db, rows, statements, value
 from tests.commands import APP, COMMAND, Running, cronlock, environment
 
-COMMANDS = ("dev", "serve", "run", "migrate", "secret", "tasks", "locks", "pause", "resume", "recover")
-GROUPED = ("runs list", "runs show", "runs cancel")
+COMMANDS = ("dev", "serve", "run", "migrate", "secret", "tasks", "locks", "pause", "resume", "recover", "prune")
+GROUPED = ("runs list", "runs show", "runs why", "runs cancel")
 HEAVY = {"psycopg", "sqlalchemy", "uvicorn", "pydantic", "alembic", "starlette", "cronlock.app"}
 UNREACHABLE = "postgresql://someone:hidden-word@127.0.0.1:1/x"
 
@@ -318,14 +318,18 @@ def test_a_skip_is_explained_by_the_run_that_held_the_lock(call: Callable[..., R
     assert call("runs", "show", str(skipped)).stdout.splitlines()[0] == sentence
     shown = json.loads(call("runs", "show", str(skipped), "--json").stdout)
     assert (shown["runId"], shown["explanation"], shown["blockedBy"]) == (skipped, sentence, holder)
-    assert shown["holder"] == {
-        "task": "sync",
-        "status": "completed",
-        "host": "web-1",
-        "pid": 123,
-        "elapsedMs": 12000,
-        "leftMs": 3000,
-    }
+    known = {"task": "sync", "status": "completed", "host": "web-1", "pid": 123, "elapsedMs": 12000, "leftMs": 3000}
+    assert known.items() <= shown["holder"].items()
+    assert call("runs", "why", str(skipped)).stdout == f"run {skipped} of sync [already_running]: {sentence}\n"
+    why = json.loads(call("runs", "why", str(skipped), "--json").stdout)
+    assert why == {"runId": skipped, "task": "sync", "code": "already_running", "explanation": sentence}
+    (listed,) = json.loads(call("runs", "list", "--json", "-s", "skipped").stdout)["runs"]
+    assert listed["code"] == shown["code"] == "already_running"
+
+
+def test_why_writes_no_control_characters(call: Callable[..., Result], db: Db) -> None:
+    run_id = write(db, status="failed", error_type="ValueError", error_message="no\x1b[31m supplier")
+    assert "\x1b" not in call("runs", "why", str(run_id)).stdout + call("runs", "show", str(run_id)).stdout
 
 
 @pytest.mark.parametrize(
@@ -357,7 +361,7 @@ def test_the_result_is_json_in_json(call: Callable[..., Result], db: Db) -> None
     assert shown["result"] == {"rows": 3}
 
 
-@pytest.mark.parametrize("verb", ["show", "cancel"])
+@pytest.mark.parametrize("verb", ["show", "why", "cancel"])
 def test_an_unknown_run_is_exit_code_3(call: Callable[..., Result], verb: str) -> None:
     result = call("runs", verb, "4711")
     assert (result.exit_code, result.stdout) == (3, "")
@@ -379,28 +383,26 @@ def test_cancelling_a_run_whose_process_is_gone_closes_it_as_lost(
     run_id = write(db, status="running", backend_pid=1)
     result = call("runs", "cancel", str(run_id), "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout)["status"] == "lost"
+    assert [json.loads(result.stdout)[name] for name in ("status", "code")] == ["lost", "process_gone"]
 
 
-def test_terminate_ends_the_backend_of_code_that_does_not_stop(
+def test_force_ends_the_backend_of_code_that_does_not_stop(
     call: Callable[..., Result], database_url: str, db: Db, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cronlock.cli.runs.CANCEL_WAIT", 0.3)
-    monkeypatch.setattr("cronlock.cli.runs.TERMINATE_WAIT", 0.5)
+    monkeypatch.setattr("cronlock.cli.runs.FORCE_WAIT", 0.5)
     with running(database_url, db) as run_id:
         asked = call("runs", "cancel", str(run_id))
         assert asked.exit_code == 1
-        assert "--terminate" in asked.stderr
-        ended = call("runs", "cancel", str(run_id), "--terminate")
+        assert "--force" in asked.stderr
+        ended = call("runs", "cancel", str(run_id), "--force")
     assert ended.exit_code == 0
     assert rows(db, "sync") == [("lost", None)]
     assert "@" in value(db, "SELECT cancel_requested_by FROM cronlock.run")
 
 
 @pytest.mark.parametrize("holder", ["another name", "no lock"])
-def test_terminate_leaves_a_backend_alone_that_is_not_the_run_s_any_more(
-    database_url: str, db: Db, holder: str
-) -> None:
+def test_force_leaves_a_backend_alone_that_is_not_the_run_s_any_more(database_url: str, db: Db, holder: str) -> None:
     with running(database_url, db, application="psql" if holder == "another name" else "cronlock:sync") as run_id:
         if holder == "no lock":
             db.execute("UPDATE cronlock.run SET lock_objid = 4711")

@@ -31,6 +31,7 @@ DEFAULTS = {
     "direct_url": "not set",
     "secrets": "not set",
     "admin_secret": "not set",
+    "admin_read_secret": "not set",
     "schema_name": "cronlock",
     "namespace": "not set",
     "pooler": "none",
@@ -201,7 +202,7 @@ def test_everything_that_is_wrong_is_said_at_once_with_both_names_and_an_example
         ({"direct_url": "redis://:hunter22@h"}, "begins with redis://"),
         ({"secrets": 5}, "must be text or a list of texts"),
         ({"secrets": [b"hunter22"]}, "must be text, not bytes"),
-        ({"admin_secret": 5}, "must be text, not int"),
+        ({"admin_secret": 5}, "must be text or a list of texts, not int"),
         ({"timeout": "25d"}, "longer than 24d"),
         ({"retention_failed": "9999d"}, "longer than 3650d"),
         ({"database": URL}, "'database' is not a setting; did you mean database_url?"),
@@ -275,7 +276,7 @@ def test_several_secrets_are_comma_separated_and_empty_entries_are_dropped(
 
 def test_white_space_around_a_secret_is_stripped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert Settings.load(secrets=f"{GOOD}\n").require_secrets() == (GOOD,)
-    assert Settings.load(secrets=GOOD, admin_secret=f" {OTHER}").admin_secret is not None
+    assert Settings.load(secrets=GOOD, admin_secret=f" {OTHER}").require_admin_secrets() == ((OTHER,), ())
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["removed the white space around a secret; set it without"] * 2
 
@@ -314,6 +315,7 @@ def test_a_secret_that_will_not_do_is_fatal_and_not_shown(secret: str, part: str
         secrets_refusal(secrets=secret),
         secrets_refusal(secrets=[GOOD, secret]),
         secrets_refusal(secrets=GOOD, admin_secret=secret),
+        secrets_refusal(secrets=GOOD, admin_read_secret=[secret]),
     ):
         assert part in message
         assert "$(cronlock secret)" in message
@@ -333,9 +335,22 @@ def test_an_admin_secret_must_be_another_one() -> None:
     assert GOOD not in message
 
 
+def test_a_read_secret_must_be_another_one_than_both_of_the_others() -> None:
+    for others in ({"secrets": f"{OTHER},{GOOD}"}, {"secrets": OTHER, "admin_secret": GOOD}):
+        message = secrets_refusal(**others, admin_read_secret=f"a-third-secret-0123,{GOOD}")
+        assert message.startswith("admin_read_secret (CRONLOCK_ADMIN_READ_SECRET): is the same as a CRON")
+        assert GOOD not in message
+
+
+def test_admin_secrets_are_rotated_as_the_others_are() -> None:
+    settings = Settings.load(secrets=GOOD, admin_secret=f"{OTHER}, a-third-secret-0123", admin_read_secret="a" * 16)
+    assert settings.require_admin_secrets() == ((OTHER, "a-third-secret-0123"), ("a" * 16,))
+    assert Settings.load(secrets=GOOD).require_admin_secrets() == ((), ())
+
+
 def test_all_faults_of_the_secrets_are_said_at_once() -> None:
-    message = secrets_refusal(secrets="short,null", admin_secret="short")
-    assert message.startswith("4 settings are wrong:")
+    message = secrets_refusal(secrets="short,null", admin_secret="short", admin_read_secret="short")
+    assert message.startswith("7 settings are wrong:")
 
 
 def test_nothing_that_is_printed_shows_a_secret_or_a_password() -> None:

@@ -394,7 +394,7 @@ async def test_a_task_may_idle_longer_than_the_roles_idle_timeout(
 async def test_connections_that_the_server_ends_for_idling_in_the_pool_are_replaced(
     make_cron: Make, make_role: Callable[..., str], db: Db
 ) -> None:
-    url = make_role(idle_session_timeout="200ms")
+    url = make_role(idle_session_timeout="600ms")
     cron = make_cron(database_url=url)
     cron.task("awaiting")(with_one_statement)
     cron.task("plain")(lambda run: run.driver.execute("SELECT 1") and None)

@@ -9,8 +9,10 @@ from typing import Any, TextIO
 import pytest
 
 from cronlock import logs, reporting
+from cronlock.metrics import Metrics
 from cronlock.outcome import Failure, Outcome
 from cronlock.reporting import Report
+from cronlock.tasks import Registry
 
 SKIPPED = Outcome(status="skipped", task="once", run_id=7, duration_ms=3, reason="already_running")
 FAILED = Outcome(
@@ -34,6 +36,10 @@ def loggers_as_before() -> Iterator[None]:
     logging.logThreads, logging.logProcesses, logging.logMultiprocessing = switches
     logging.captureWarnings(False)
     reporting.straight = None
+
+
+def report() -> Report:
+    return Report("me", Metrics(Registry()))
 
 
 class Kept(logging.Handler):
@@ -79,9 +85,9 @@ def records_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(("event", "outcome"), [("skipped", SKIPPED), ("failed", FAILED)])
 def test_a_line_is_the_same_with_and_without_a_record(event: str, outcome: Outcome) -> None:
     stream = configured()
-    Report("me").line(logging.ERROR, event, outcome, -5)
+    report().line(logging.ERROR, event, outcome, -5)
     logging.getLogger("cronlock").addHandler(logging.NullHandler())
-    Report("me").line(logging.ERROR, event, outcome, -5)
+    report().line(logging.ERROR, event, outcome, -5)
     short, long = lines(stream)
     assert list(short) == list(long)
     assert short.pop("timestamp")[:17] == long.pop("timestamp")[:17]
@@ -92,7 +98,7 @@ def test_a_line_is_the_same_with_and_without_a_record(event: str, outcome: Outco
 def test_a_line_needs_no_record_where_nobody_else_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = configured()
     made = records_made(monkeypatch)
-    Report("me").line(logging.INFO, "skipped", SKIPPED, 1)
+    report().line(logging.INFO, "skipped", SKIPPED, 1)
     assert made == []
     assert len(lines(stream)) == 1
 
@@ -102,7 +108,7 @@ def test_another_handler_gets_its_record(name: str) -> None:
     stream = configured()
     handler = Kept()
     logging.getLogger(name).addHandler(handler)
-    Report("me").line(logging.INFO, "skipped", SKIPPED, 1)
+    report().line(logging.INFO, "skipped", SKIPPED, 1)
     assert [(record.getMessage(), record.__dict__["runId"]) for record in handler.kept] == [("once skipped", 7)]
     assert len(lines(stream)) == 1
 
@@ -110,21 +116,21 @@ def test_another_handler_gets_its_record(name: str) -> None:
 def test_a_filter_of_the_logger_is_asked() -> None:
     stream = configured()
     logging.getLogger("cronlock.run").addFilter(lambda record: record.__dict__["status"] != "skipped")
-    Report("me").line(logging.INFO, "skipped", SKIPPED, 1)
-    Report("me").line(logging.ERROR, "failed", FAILED, 1)
+    report().line(logging.INFO, "skipped", SKIPPED, 1)
+    report().line(logging.ERROR, "failed", FAILED, 1)
     assert [line["status"] for line in lines(stream)] == ["failed"]
 
 
 def test_a_level_is_kept() -> None:
     stream = configured()
     logging.getLogger("cronlock").setLevel(logging.ERROR)
-    Report("me").line(logging.INFO, "skipped", SKIPPED, 1)
+    report().line(logging.INFO, "skipped", SKIPPED, 1)
     assert lines(stream) == []
 
 
 def test_lines_for_people_are_no_json() -> None:
     configured()
     stream = configured("text")
-    Report("me").line(logging.INFO, "skipped", SKIPPED, 1)
+    report().line(logging.INFO, "skipped", SKIPPED, 1)
     assert isinstance(stream, io.StringIO)
     assert "once skipped  runId=7  reason=already_running" in stream.getvalue()

@@ -1,5 +1,6 @@
 """`migrate`: many at once, killed in the middle, behind others, without rights; it ends, or says why not."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,11 +19,13 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from cronlock import Run
 from cronlock import migrate as module
 from cronlock.errors import MigrationError
 from cronlock.migrate import migrate
 from cronlock.models import REVISION
-from tests import Db
+from tests import Db, Make, serving
+from tests.commands import Running, environment
 from tests.observing import is_quiet, locks
 
 KEY = "hashtextextended('cronlock migrate' || chr(31) || 'cronlock', 0)"
@@ -81,12 +84,12 @@ def migrators(count: int, url: str, *arguments: str) -> Iterator[list["subproces
     """Processes that are ready to migrate; killed at the end if they still live."""
     here = Path(__file__).parent
     command = [sys.executable, str(here / "migrator.py"), url, "cronlock", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(here.parent)}
+    inherited = os.environ | {"PYTHONPATH": str(here.parent)}
     with ExitStack() as stack:
         started = []
         for _ in range(count):
             pipe = subprocess.PIPE
-            opened = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe)
+            opened = subprocess.Popen(command, env=inherited, stdin=pipe, stdout=pipe, stderr=pipe)
             process = stack.enter_context(opened)
             stack.callback(process.kill)
             started.append(process)
@@ -151,13 +154,32 @@ def test_processes_one_revision_behind_upgrade_once_without_a_deadlock(
 ) -> None:
     migrate(empty_url, "cronlock")
     directory = newer(body)
-    with migrators(4, empty_url, "30", str(directory)) as processes:
+    with migrators(5, empty_url, "30", str(directory)) as processes:
         go(processes)
         found = results(processes)
-    assert sorted(found) == [[REVISION, NEXT], *[[NEXT, NEXT]] * 3]
+    assert sorted(found) == [[REVISION, NEXT], *[[NEXT, NEXT]] * 4]
     assert revisions(db) == [NEXT]
     assert db.execute("SELECT count(*) FROM pg_index WHERE NOT indisvalid").fetchone() == (0,)
     assert is_quiet(db)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("body", [WIDER, CONCURRENT], ids=["table", "concurrent index"])
+def test_ten_processes_one_revision_behind_twenty_times(
+    empty_url: str, db: Db, newer: Callable[[str], Path], body: str
+) -> None:
+    migrate(empty_url, "cronlock")
+    directory = newer(body)
+    for _ in range(20):
+        with migrators(10, empty_url, "30", str(directory)) as processes:
+            go(processes)
+            assert sorted(results(processes)) == [[REVISION, NEXT], *[[NEXT, NEXT]] * 9]
+        assert revisions(db) == [NEXT]
+        assert db.execute("SELECT count(*) FROM pg_index WHERE NOT indisvalid").fetchone() == (0,)
+        assert is_quiet(db)
+        db.execute("ALTER TABLE cronlock.run DROP COLUMN IF EXISTS wider; DROP INDEX IF EXISTS cronlock.run_host_idx")
+        db.execute("UPDATE cronlock.alembic_version SET version_num = %s", (REVISION,))
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.stress)])
@@ -195,6 +217,42 @@ def test_at_head_nobody_waits_though_the_lock_is_held_elsewhere(empty_url: str) 
             assert (done.before, done.after) == (REVISION, REVISION)
         assert time.monotonic() - started < 5
     assert lines == []
+
+
+def test_twenty_processes_that_start_at_head_at_once_wait_for_nobody(empty_url: str, db: Db) -> None:
+    migrate(empty_url, "cronlock")
+    with held(empty_url, f"SELECT pg_advisory_xact_lock({KEY})"), migrators(20, empty_url, "30") as processes:
+        began = time.monotonic()
+        go(processes)
+        found = results(processes)
+        assert time.monotonic() - began < 25, "it is the processors that they share"
+    assert found == [[REVISION, REVISION]] * 20
+
+
+def test_three_processes_behind_a_held_lock_each_say_for_whom_they_wait_and_exit_with_1(
+    empty_url: str, db: Db, tmp_path: Path
+) -> None:
+    arguments = ("migrate", "--wait", "2s")
+    with held(empty_url, f"SELECT pg_advisory_xact_lock({KEY})") as other, ExitStack() as stack:
+        env = environment(DATABASE_URL=empty_url)
+        started = [stack.enter_context(Running(*arguments, cwd=tmp_path, env=env)) for _ in range(3)]
+        assert [process.ends() for process in started] == [1, 1, 1]
+        holder = f"held by backend {other.info.backend_pid} (somebody else), for"
+        for process in started:
+            said = " ".join(process.said.split())
+            assert f"waiting for another migration; its lock is {holder}" in said
+            assert f"another migration has not finished in time; its lock is {holder}" in said
+    assert db.execute("SELECT to_regnamespace('cronlock')").fetchone() == (None,)
+    assert is_quiet(db)
+
+
+def test_who_waits_says_so_again_and_again(empty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPORT_EVERY", 0.4)
+    lines: list[str] = []
+    with held(empty_url, f"SELECT pg_advisory_xact_lock({KEY})"), pytest.raises(MigrationError):
+        migrate(empty_url, "cronlock", wait=timedelta(seconds=2), report=lines.append)
+    assert 3 <= len(lines) <= 5
+    assert len(set(lines)) > 1, "the age grows"
 
 
 def test_who_waits_says_at_once_for_whom_and_gives_up_at_its_limit(empty_url: str, db: Db) -> None:
@@ -244,6 +302,42 @@ def test_tables_in_use_are_not_queued_for_long_and_tried_again(
         assert "in use" in lines[0]
     work.join(10)
     assert [(one.before, one.after) for one in done] == [(REVISION, NEXT)]
+    assert is_quiet(db)
+
+
+@pytest.mark.anyio
+async def test_calls_go_on_while_a_migration_waits_for_a_table_that_a_reader_keeps(
+    empty_url: str, db: Db, newer: Callable[[str], Path], make_cron: Make
+) -> None:
+    """A call may stand behind the migration's wait for its lock, which is short, and is then answered."""
+    migrate(empty_url, "cronlock")
+    newer(WIDER)
+    cron = make_cron(database_url=empty_url)
+
+    @cron.task("nightly")
+    async def nightly(run: Run) -> None: ...
+
+    lines: list[str] = []
+    took: list[float] = []
+    async with serving(cron.app()) as client:
+
+        async def call() -> None:
+            began = time.monotonic()
+            answer = await client.get("/cron/nightly")
+            took.append(time.monotonic() - began)
+            assert (answer.status_code, answer.json()["status"]) == (200, "completed")
+
+        with held(empty_url, "SELECT * FROM cronlock.run"):
+            migrating = asyncio.create_task(
+                asyncio.to_thread(migrate, empty_url, "cronlock", wait=timedelta(seconds=30), report=lines.append)
+            )
+            while len(lines) < 2:
+                await call()
+            assert not migrating.done()
+        assert 0.5 < max(took) < 3, "as long as the migration waits for its lock, and no longer"
+        assert ((done := await migrating).before, done.after) == (REVISION, NEXT)
+        await call()
+    assert revisions(db) == [NEXT]
     assert is_quiet(db)
 
 

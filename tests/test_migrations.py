@@ -15,11 +15,12 @@ import pytest
 from alembic import command
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from psycopg.rows import dict_row
 from sqlalchemy import Connection, create_engine
 from sqlalchemy.pool import NullPool
 
 from cronlock import Cronlock, Run, migrate
-from cronlock.models import REVISION, Base
+from cronlock.models import REVISION, RUN_STATUSES, Base
 from tests import Db, Make, serving, statements
 
 SCHEMAS = ["cronlock", "cron_ops", 'Cron "Ops"', "100%"]
@@ -118,6 +119,44 @@ def test_head_to_base_leaves_nothing_and_the_way_up_is_the_same_again(empty_url:
     assert objects(db) == made
 
 
+def test_one_step_down_keeps_the_history_of_a_thousand_runs(empty_url: str, db: Db) -> None:
+    migrate.migrate(empty_url, "cronlock")
+    db.execute(
+        """INSERT INTO cronlock.task (name, lock_key) VALUES ('nightly', 1);
+        INSERT INTO cronlock.run (nonce, task, status, reason, trigger, started_at, finished_at, instance, host, pid,
+                                  backend_pid, lock_key, lock_classid, lock_objid, occurrence, result, error_message)
+        SELECT gen_random_uuid(), 'nightly', s, CASE WHEN s = 'skipped' THEN 'already_running' END, 'http',
+               now() - n * interval '1 min', CASE WHEN s <> 'running' THEN now() END, gen_random_uuid(), 'host', n,
+               n, 1, 0, 1, 'tick-' || n, CASE WHEN s = 'completed' THEN '{"rows": 7}' END,
+               CASE WHEN s = 'failed' THEN 'on purpose' END
+          FROM generate_series(1, 1000) n,
+               LATERAL (SELECT (ARRAY['running', 'completed', 'failed', 'timed_out', 'cancelled', 'lost', 'skipped'])
+                               [n % 7 + 1] AS s) chosen"""
+    )
+    made, health = history(db), db.execute(HEALTH).fetchall()
+    assert len(made) == 1000
+    assert {run["status"] for run in made} == set(RUN_STATUSES)
+    alembic(empty_url, "cronlock", "downgrade", "-1")
+    assert db.execute("SELECT version_num FROM cronlock.alembic_version").fetchall() == [(f"{int(REVISION) - 1:04}",)]
+    kept = history(db)
+    columns = kept[0].keys()
+    assert {"id", "task", "status", "reason", "started_at", "finished_at", "occurrence", "result"} <= columns
+    assert kept == [{name: run[name] for name in columns} for run in made]
+    assert db.execute(HEALTH).fetchall() == health
+    migrate.migrate(empty_url, "cronlock")
+    assert history(db) == made
+    assert db.execute(HEALTH).fetchall() == health
+
+
+HEALTH = "SELECT task, last_run_id, last_status, last_completed_id FROM cronlock.task_health"
+
+
+def history(db: Db) -> list[dict[str, Any]]:
+    """Every run, by the names of its columns."""
+    with db.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute("SELECT * FROM cronlock.run ORDER BY id").fetchall()
+
+
 HOSTILE = """
 CREATE SCHEMA hostile;
 CREATE FUNCTION hostile.trap() RETURNS void LANGUAGE plpgsql AS $$
@@ -191,6 +230,18 @@ def test_nothing_of_a_hostile_search_path_is_used_and_nothing_is_made_elsewhere(
     assert statuses == {"works": "completed", "raises": "failed", "hangs": "timed_out", "blocks": "completed"}
     assert objects(db).keys() - {schema} == before.keys()
     assert db.execute("SELECT count(*) FROM hostile.run").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("schema", ["cronlock", 'Cron "Ops"'])
+def test_an_empty_search_path_is_enough(empty_url: str, db: Db, make_cron: Make, schema: str) -> None:
+    db.execute(f"ALTER DATABASE \"{db.info.dbname}\" SET search_path = ''")
+    migrate.migrate(empty_url, schema)
+    alembic(empty_url, schema, "downgrade", "base")
+    migrate.migrate(empty_url, schema)
+    assert set(objects(db)) == {schema}
+    statuses = asyncio.run(call_all(make_cron(database_url=empty_url, schema_name=schema)))
+    assert statuses == {"works": "completed", "raises": "failed", "hangs": "timed_out", "blocks": "completed"}
+    assert set(objects(db)) == {schema}
 
 
 async def call_all(cron: Cronlock) -> dict[str, str]:

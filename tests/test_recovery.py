@@ -1,16 +1,22 @@
 """The timer's duties: old rows go in batches, lost runs are closed, a changed schema is noticed."""
 
 import asyncio
+import json
+import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
-from cronlock import Cronlock, Run, Unavailable, recovery
+from cronlock import Cronlock, Run, Unavailable, recovery, runs
 from cronlock.app import Process
 from cronlock.models import REVISION
+from tests import value
+from tests.commands import Running, cronlock, environment
 
 pytestmark = pytest.mark.anyio
 Make = Callable[..., Cronlock]
@@ -63,8 +69,8 @@ async def test_rows_older_than_their_retention_are_pruned_but_never_a_tasks_last
     old(db, "rare", "failed", "100 days", 1)
     old(db, "paused", "skipped", "8 days", 2)
     async with connected(make_cron()) as process:
-        assert await recovery.prune(process.database, process.runner.statements) == 9
-        assert await recovery.prune(process.database, process.runner.statements) == 0
+        assert await recovery.prune(process.database, process.runner.statements) == (9, None)
+        assert await recovery.prune(process.database, process.runner.statements) == (0, None)
     assert counts(db) == {
         ("a", "skipped"): 2,
         ("a", "failed"): 1,
@@ -73,13 +79,150 @@ async def test_rows_older_than_their_retention_are_pruned_but_never_a_tasks_last
     }
 
 
-async def test_pruning_goes_in_batches_oldest_first(make_cron: Make, db: Db, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "PRUNE_BATCH", 10)
-    old(db, "a", "skipped", "9 days", 25)
-    old(db, "a", "completed", "1 hour")
+async def test_the_last_completed_run_of_a_task_stays_behind_later_failures(make_cron: Make, db: Db) -> None:
+    old(db, "a", "completed", "120 days", 2)
+    old(db, "a", "failed", "100 days", 3)
+    old(db, "a", "skipped", "9 days", 2)
     async with connected(make_cron()) as process:
-        assert await recovery.prune(process.database, process.runner.statements) == 10
-        assert db.execute("SELECT min(id) FROM cronlock.run").fetchone() == (11,)
+        assert await recovery.prune(process.database, process.runner.statements) == (5, None)
+    assert db.execute("SELECT id, status FROM cronlock.run ORDER BY id").fetchall() == [(2, "completed"), (5, "failed")]
+
+
+async def test_pruning_goes_window_by_window_and_stops_where_all_is_young(
+    make_cron: Make, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "WINDOW", 10)
+    old(db, "a", "skipped", "9 days", 25)
+    old(db, "a", "completed", "1 hour", 40)
+    found, after = [], 0
+    async with connected(make_cron()) as process:
+        while True:
+            deleted, following = await recovery.prune(process.database, process.runner.statements, after)
+            found.append((deleted, following))
+            if following is None:
+                break
+            after = following
+        # The third window still has old rows in it; of the fourth all are young.
+        assert found == [(10, 10), (10, 20), (5, 30), (0, None)]
+        assert db.execute("SELECT min(id) FROM cronlock.run").fetchone() == (26,)
+
+
+async def test_a_pruner_goes_past_rows_that_another_has_locked(make_cron: Make, database_url: str, db: Db) -> None:
+    old(db, "a", "skipped", "9 days", 25)
+    async with connected(make_cron()) as process:
+        with psycopg.connect(database_url) as other:
+            other.execute("DELETE FROM cronlock.run WHERE id <= 10")
+            async with asyncio.timeout(2):
+                assert await recovery.prune(process.database, process.runner.statements) == (15, None)
+            other.rollback()
+        assert await recovery.prune(process.database, process.runner.statements) == (10, None)
+
+
+async def test_two_pruners_at_once_delete_every_old_row_once(make_cron: Make, db: Db) -> None:
+    old(db, "a", "skipped", "9 days", 30_000)
+    old(db, "a", "completed", "1 hour")
+
+    async def walk(process: Process) -> int:
+        total, after = 0, 0
+        while True:
+            deleted, following = await recovery.prune(process.database, process.runner.statements, after)
+            total += deleted
+            if following is None:
+                return total
+            after = following
+
+    async with connected(make_cron()) as one, connected(make_cron()) as another:
+        totals = await asyncio.gather(walk(one), walk(another))
+        assert sum(totals) + await walk(one) == 30_000
+    assert counts(db) == {("a", "completed"): 1}
+
+
+async def test_the_timer_goes_on_with_its_walk_and_rests_at_its_end(
+    make_cron: Make, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "WINDOW", 10)
+    monkeypatch.setattr(recovery, "PRUNE_WINDOWS", 2)
+    monkeypatch.setattr(recovery, "PRUNE_PAUSE", 0.0)
+    old(db, "a", "skipped", "9 days", 45)
+    old(db, "a", "completed", "1 hour")
+    cron = make_cron(recover_interval="50ms")
+    async with cron:
+        async with asyncio.timeout(10):
+            while counts(db) != {("a", "completed"): 1}:
+                await asyncio.sleep(0.02)
+        async with asyncio.timeout(10):
+            while cron.metrics.registry.get_sample_value("cronlock_pruned_rows_total") != 45:
+                await asyncio.sleep(0.02)
+        old(db, "a", "skipped", "9 days", 1)
+        await asyncio.sleep(0.3)
+        assert counts(db) == {("a", "completed"): 1, ("a", "skipped"): 1}, "it rests for an hour"
+
+
+def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp_path: Path) -> None:
+    old(db, "a", "skipped", "9 days", 12_000)
+    old(db, "a", "timed_out", "100 days", 3)
+    old(db, "a", "failed", "1 hour")
+
+    def prune(*arguments: str) -> Any:
+        done = cronlock("prune", *arguments, "--json", cwd=tmp_path, DATABASE_URL=database_url)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    by_status = [{"status": "skipped", "rows": 12_000}, {"status": "timed_out", "rows": 3}]
+    assert prune("--dry-run") == {"rows": 12_003, "isDryRun": True, "byStatus": by_status}
+    assert counts(db)["a", "skipped"] == 12_000
+    assert prune() == {"rows": 12_003, "isDryRun": False, "byStatus": by_status}
+    assert counts(db) == {("a", "failed"): 1}
+    shown = cronlock("prune", cwd=tmp_path, DATABASE_URL=database_url, CRONLOCK_RETENTION_FAILED="1ms")
+    assert shown.stdout == "0 rows deleted\n", "the last run stays whatever its age"
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(900)
+async def test_a_million_old_rows_go_in_short_transactions_while_calls_go_on(
+    make_cron: Make, database_url: str, db: Db, tmp_path: Path
+) -> None:
+    """Two commands prune; one is killed in the middle, and the other goes on."""
+    for number in range(50):
+        old(db, f"rare-{number}", "completed", "300 days")
+    for status, number in (("skipped", 800_000), ("completed", 150_000), ("failed", 50_000)):
+        old(db, "busy", status, "200 days", number)
+    old(db, "busy", "skipped", "1 hour", 5000)
+    db.execute("ANALYZE cronlock.run")
+    db.execute(f"ALTER DATABASE {db.info.dbname} SET statement_timeout = '5s'")
+    first_left = "SELECT min(id) FROM cronlock.run WHERE task = 'busy'"
+    cron = make_cron(recover_interval="1h")
+    cron.task("nightly")(lambda run: None)
+    env = environment(DATABASE_URL=database_url)
+    durations: list[float] = []
+
+    async def call() -> None:
+        started = time.monotonic()
+        assert (await cron.run("nightly")).status == "completed"
+        durations.append(time.monotonic() - started)
+        await asyncio.sleep(0.05)
+
+    async with cron:
+        with Running("prune", cwd=tmp_path, env=env) as first, Running("prune", cwd=tmp_path, env=env) as second:
+            while (reached := value(db, first_left)) < 200_000:
+                await call()
+            first.send(signal.SIGTERM)
+            assert first.ends() != 0
+            assert value(db, first_left) >= reached, "what it deleted stays deleted"
+            while second.process.poll() is None:
+                await call()
+            assert second.process.returncode == 0, second.said
+    # What the first had locked when it was ended, the second has passed over.
+    again = cronlock("prune", "--json", cwd=tmp_path, DATABASE_URL=database_url)
+    assert json.loads(again.stdout)["rows"] <= runs.WINDOW
+    assert sorted(durations)[len(durations) * 95 // 100] < 0.5
+    found = counts(db)
+    assert sum(number for (task, _), number in found.items() if task.startswith("rare-")) == 50
+    assert {key: number for key, number in found.items() if key[0] == "busy"} == {
+        ("busy", "skipped"): 5000,
+        ("busy", "completed"): 1,
+        ("busy", "failed"): 1,
+    }
 
 
 async def test_a_run_that_runs_is_neither_pruned_nor_lost_while_a_dead_one_is_closed(make_cron: Make, db: Db) -> None:

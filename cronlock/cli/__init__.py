@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cronlock.cli import dev, exits, locks, migrate, pause, recover, run, runs, secret, serve, tasks
+from cronlock.cli import dev, exits, locks, migrate, pause, prune, recover, run, runs, secret, serve, tasks
 
 HELP = """
 Cron routes that never overlap, on PostgreSQL alone.
@@ -54,6 +54,7 @@ app.command("locks", rich_help_panel="Look at it")(locks.locks)
 app.command("pause", rich_help_panel="Steer it")(pause.pause)
 app.command("resume", rich_help_panel="Steer it")(pause.resume)
 app.command("recover", rich_help_panel="Steer it")(recover.recover)
+app.command("prune", rich_help_panel="Steer it")(prune.prune)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ def connect(settings: "Settings") -> Iterator["Connection"]:
     """A connection to cronlock's database.
 
     Raises `ConfigError` without a DATABASE_URL, and `Unavailable` for a database that cannot be reached or used,
-    and for a schema that is not there or not the one this code knows.
+    and for a schema that is not there or not one this code works with.
     """
     import psycopg
 
@@ -71,26 +71,17 @@ def opened(url: str, settings: "Settings") -> Iterator["Connection"]:
 
 
 def require_revision(connection: "Connection", schema: str) -> None:
-    """Raise `Unavailable` if the schema is missing, or of another version."""
+    """Raise `Unavailable` if the schema is missing, or at a revision that this code does not work with."""
     import psycopg
 
-    from cronlock import stats
-    from cronlock.errors import Unavailable
+    from cronlock import revision, stats
     from cronlock.models import REVISION
 
     try:
-        found = stats.revision(connection, schema)
+        found = stats.revisions(connection, schema)
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-        raise Unavailable(
-            "schema_missing", f"the schema {schema!r} is not installed in this database; run: cronlock migrate"
-        ) from None
-    if found == REVISION:
-        return
-    advice = "run: cronlock migrate" if found is None or found < REVISION else "use the newer cronlock here"
-    raise Unavailable(
-        "schema_unknown",
-        f"the schema {schema!r} is at revision {found or 'none'}, this cronlock needs {REVISION}; {advice}",
-    )
+        raise revision.missing(schema) from None
+    revision.require(found, REVISION, schema)
 
 
 def operator() -> str:

@@ -21,7 +21,8 @@ def migrate(
     """Bring cronlock's schema in the database up to date.
 
     Safe to run from many places at once: one works, the others wait for it. Uses CRONLOCK_DIRECT_URL if that is set
-    (the way around a pooler), else DATABASE_URL. The schema's name is CRONLOCK_SCHEMA (cronlock).
+    (the way around a pooler), else DATABASE_URL. The schema's name is CRONLOCK_SCHEMA (cronlock). A schema that is one
+    revision ahead of this cronlock is left as it is, and that is no error: this cronlock works with it.
 
     Examples: `cronlock migrate --wait 5m` · `cronlock migrate --sql > cronlock.sql`
     """

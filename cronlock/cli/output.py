@@ -3,13 +3,13 @@
 On a terminal a table has colours (unless NO_COLOR is set) and relative times; elsewhere neither, but ISO times in UTC.
 """
 
-import json
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from decimal import Decimal
 from typing import Any
-from uuid import UUID
+
+from cronlock import documents
+from cronlock.documents import iso
 
 STYLES = {
     "completed": "green",
@@ -29,31 +29,7 @@ def note(message: str) -> None:
 
 def document(value: Any) -> None:
     """Print one JSON document; names are written in camelCase."""
-    print(json.dumps(camel(value), ensure_ascii=False, default=plain, indent=2 if sys.stdout.isatty() else None))
-
-
-def camel(value: Any) -> Any:
-    """A value with every snake_case name of its mappings in camelCase."""
-    if isinstance(value, Mapping):
-        return {camel_name(name): camel(item) for name, item in value.items()}
-    return [camel(item) for item in value] if isinstance(value, list) else value
-
-
-def camel_name(name: str) -> str:
-    """runId from run_id."""
-    first, *more = name.split("_")
-    return first + "".join(part.capitalize() for part in more)
-
-
-def plain(value: Any) -> Any:
-    """What JSON has no word for."""
-    if isinstance(value, datetime):
-        return iso(value)
-    if isinstance(value, Decimal):
-        return float(value)
-    if isinstance(value, UUID):
-        return str(value)
-    raise TypeError(f"no JSON for {type(value).__name__}")
+    print(documents.dump(value, indent=2 if sys.stdout.isatty() else None))
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
@@ -112,8 +88,3 @@ def when(moment: datetime) -> str:
         return iso(moment)
     elapsed = (datetime.now(UTC) - moment).total_seconds()
     return f"{span(max(0.0, elapsed) * 1000)} ago"
-
-
-def iso(moment: datetime) -> str:
-    """ISO 8601 to the millisecond, in UTC."""
-    return moment.astimezone(UTC).isoformat(timespec="milliseconds")

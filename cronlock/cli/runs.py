@@ -1,4 +1,4 @@
-"""`cronlock runs list | show | cancel`."""
+"""`cronlock runs list | show | why | cancel`."""
 
 import json
 import time
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from cronlock.stats import Connection
 
 CANCEL_WAIT = 5.0
-TERMINATE_WAIT = 5.0
+FORCE_WAIT = 5.0
 POLL = 0.1
 COLUMNS = ("run", "task", "status", "started", "took", "caller", "host", "what")
 STATUSES = ("running", "completed", "failed", "timed_out", "cancelled", "lost", "skipped")
 
 Id = Annotated[int, typer.Argument(metavar="ID", help="The run's number.", min=1, show_default=False)]
 
-app = typer.Typer(no_args_is_help=True, help="List the runs, look at one, cancel one.")
+app = typer.Typer(no_args_is_help=True, help="List the runs, look at one, ask why, cancel one.")
 
 
 @app.command("list")
@@ -51,7 +51,7 @@ def list_runs(
     span_since = duration(since, "--since") if since is not None else None
     settings = connecting.settings()
     from cronlock import stats
-    from cronlock.explain import span
+    from cronlock.explain import listed, span
 
     with connecting.connect(settings) as connection:
         schema = settings.schema_name
@@ -59,7 +59,7 @@ def list_runs(
         if not rows and task is not None and task not in (known := stats.task_names(connection, schema)):
             output.note(f"there is no task {task!r} in this database; known: {', '.join(known) or 'none'}")
     if is_json:
-        output.document({"runs": rows})
+        output.document({"runs": [listed(row) for row in rows]})
         return
     output.table(
         COLUMNS,
@@ -96,29 +96,48 @@ def show(run_id: Id, is_json: Json = False) -> None:
     """
     settings = connecting.settings()
     from cronlock import stats
-    from cronlock.explain import explain, span
+    from cronlock.explain import document, span
+
+    with connecting.connect(settings) as connection:
+        row = document(stats.run(connection, settings.schema_name, run_id) or missing(run_id))
+    if is_json:
+        output.document({**row, "result": None if row["result"] is None else json.loads(row["result"])})
+        return
+    print(output.cell(row.pop("explanation"), is_short=False))
+    print()
+    told = {name: value for name, value in row.items() if name != "holder" and not name.endswith("_ms")}
+    output.facts({**told, "took": span(row["duration_ms"])})
+
+
+@app.command("why")
+def why(run_id: Id, is_json: Json = False) -> None:
+    """Say in one sentence why a run was skipped, failed, was lost or began late.
+
+    For a skip: who held the lock, since when and where, how long it went on, and whether the same holder has been in
+    the way for long. The codes in `--json` are those of the HTTP answer.
+
+    Example: `cronlock runs why 42`
+    """
+    settings = connecting.settings()
+    from cronlock import stats
+    from cronlock.explain import explain
 
     with connecting.connect(settings) as connection:
         row = stats.run(connection, settings.schema_name, run_id) or missing(run_id)
-    explained = explain(row)
-    holder = {name.removeprefix("blocker_"): row.pop(name) for name in list(row) if name.startswith("blocker_")}
-    row = {name: value for name, value in row.items() if name != "id"}
+    found = explain(row)
     if is_json:
-        row["result"] = None if row["result"] is None else json.loads(row["result"])
-        output.document({**row, "holder": holder if holder["task"] else None, "explanation": explained})
+        output.document({"run_id": run_id, "task": row["task"], "code": found.code, "explanation": found.sentence})
         return
-    print(explained)
-    print()
-    output.facts({**row, "duration_ms": None, "took": span(row["duration_ms"])})
+    print(f"run {run_id} of {row['task']} [{found.code}]: {output.cell(found.sentence, is_short=False)}")
 
 
 @app.command("cancel")
 def cancel(
     run_id: Id,
-    terminates: Annotated[
+    is_forced: Annotated[
         bool,
         typer.Option(
-            "--terminate",
+            "--force",
             metavar="",
             help="If its code has not stopped after 5 seconds, end its database connection, and with it the lock.",
         ),
@@ -141,19 +160,20 @@ def cancel(
         row = stats.run(connection, schema, run_id) or missing(run_id)
         if was_running:
             row = wait(connection, schema, run_id, CANCEL_WAIT)
-            if row["status"] == "running" and terminates and steering.terminate(connection, schema, run_id):
+            if row["status"] == "running" and is_forced and steering.terminate(connection, schema, run_id):
                 output.note("its code has not stopped; its database connection was ended")
-                row = wait(connection, schema, run_id, TERMINATE_WAIT)
+                row = wait(connection, schema, run_id, FORCE_WAIT)
             if row["status"] == "running":
                 steering.recover(connection, schema)  # nobody is there any more to say how it ended
                 row = wait(connection, schema, run_id, 0)
-    explained = explain(row)
+    found = explain(row)
     if is_json:
-        output.document({"run_id": run_id, "status": row["status"], "explanation": explained})
+        output.document({"run_id": run_id, "status": row["status"], "code": found.code, "explanation": found.sentence})
     else:
-        print(f"run {run_id}{'' if was_running else ' had already ended'}: {explained}")
+        told = output.cell(found.sentence, is_short=False)
+        print(f"run {run_id}{'' if was_running else ' had already ended'}: {told}")
     if row["status"] == "running":
-        advice = "end its process" if terminates else "end its connection with --terminate"
+        advice = "end its process" if is_forced else "end its connection with --force"
         exits.stop(exits.FAILED, f"run {run_id} still holds its lock; {advice}, or wait")
     if row["status"] not in ("cancelled", "lost"):
         raise typer.Exit(exits.FAILED)

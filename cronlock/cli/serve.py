@@ -16,7 +16,8 @@ def serve(
 ) -> None:
     """Serve the cron routes of APP, for production.
 
-    Answers `/cron/{task}`, `/healthz` and `/readyz`. On SIGTERM or Ctrl-C it answers 503 to new calls, gives what runs
+    Answers `/cron/{task}`, `/healthz`, `/readyz` and, if CRONLOCK_ADMIN_SECRET or CRONLOCK_ADMIN_READ_SECRET is set,
+    `/admin/..` and `/metrics`. On SIGTERM or Ctrl-C it answers 503 to new calls, gives what runs
     CRONLOCK_DRAIN_TIMEOUT (25s) to finish, cancels and records the rest, and exits with 0; a second signal cancels at
     once. Log lines go to stderr, in JSON unless CRONLOCK_LOG_FORMAT=text.
 

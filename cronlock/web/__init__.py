@@ -1,4 +1,4 @@
-"""The HTTP side: `/cron/{task}`, two probes that are open and say nothing, and what another application gets."""
+"""The HTTP side: `/cron/{task}`, the admin routes, two open probes, and what another application gets."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +11,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cronlock.errors import CronlockError, Unavailable
+from cronlock.web.admin import endpoints
 from cronlock.web.cron import CronEndpoint
 from cronlock.web.fallback import lifespan_of, require_asgi
 
@@ -68,6 +69,7 @@ def application(cron: "Cronlock", fallback: ASGIApp | None = None, *, has_probes
     app = Application(
         routes=[
             Route("/cron/{task:path}", CronEndpoint(cron)),
+            *(Route(path, endpoint) for path, endpoint in endpoints(cron)),
             *([Route("/healthz", healthz), Route("/readyz", readyz)] if has_probes else []),
         ],
         lifespan=lifespan,  # type: ignore[arg-type]  # a state may be None, which the server is not told

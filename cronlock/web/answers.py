@@ -8,8 +8,10 @@ from typing import Any
 from starlette.types import Send
 
 from cronlock.errors import PayloadInvalid, Unavailable
+from cronlock.explain import code
 from cronlock.jsontext import clip
 from cronlock.outcome import Outcome
+from cronlock.web.auth import CHALLENGE
 
 RESULT_LIMIT = 3000
 FIELDS_LIMIT = 3000
@@ -26,11 +28,12 @@ class Answer:
     status: str
     body: bytes
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    content_type: bytes = b"application/json"
 
     async def send(self, send: Send, *, is_head: bool = False) -> None:
         """Send it; an answer to HEAD has no body."""
         headers = [
-            (b"content-type", b"application/json"),
+            (b"content-type", self.content_type),
             (b"content-length", b"%d" % len(self.body)),
             (b"cache-control", b"no-store"),
             (b"cronlock-status", self.status.encode()),
@@ -43,6 +46,11 @@ class Answer:
 def plain(code: int, status: str, headers: Iterable[tuple[bytes, bytes]] = (), **facts: Any) -> Answer:
     """An answer about a call that became no run."""
     return Answer(code, status, dump({"status": status, **facts}).encode(), tuple(headers))
+
+
+def unauthorized(refusal: str) -> Answer:
+    """No secret, or none of those that open this route; only the header tells which."""
+    return plain(401, "unauthorized", [(b"www-authenticate", CHALLENGE[refusal])])
 
 
 def invalid(error: PayloadInvalid) -> Answer:
@@ -73,11 +81,12 @@ def of(outcome: Outcome, skip_status: int) -> Answer:
         return skipped(outcome, skip_status, headers)
     body: dict[str, Any] = {
         "status": outcome.status,
+        "code": code(outcome),
         "task": outcome.task,
         "runId": outcome.run_id,
         "durationMs": outcome.duration_ms,
     }
-    code = 503 if outcome.is_retry else STATUS[outcome.status]
+    http_status = 503 if outcome.is_retry else STATUS[outcome.status]
     if outcome.is_retry:
         headers.append((b"retry-after", str(outcome.retry_after).encode()))
     if outcome.failure is not None:
@@ -85,19 +94,19 @@ def of(outcome: Outcome, skip_status: int) -> Answer:
     text = dump(body)
     if outcome.status == "completed":
         text = f'{text[:-1]},"result":{shown(outcome.result)}}}'
-    return Answer(code, outcome.status, text.encode(), tuple(headers))
+    return Answer(http_status, outcome.status, text.encode(), tuple(headers))
 
 
-def skipped(outcome: Outcome, code: int, headers: list[tuple[bytes, bytes]]) -> Answer:
+def skipped(outcome: Outcome, http_status: int, headers: list[tuple[bytes, bytes]]) -> Answer:
     """The answer of a skip; there may be thousands a second, and all but the holder is safe in JSON as it is."""
-    if code != 200:
+    if http_status != 200:
         headers.append((b"retry-after", str(outcome.retry_after).encode()))
     holder = f',"holder":{dump(outcome.holder.as_json())}' if outcome.holder is not None else ""
     text = (
-        f'{{"status":"skipped","reason":"{outcome.reason}","task":"{outcome.task}","runId":{outcome.run_id},'
-        f'"durationMs":{outcome.duration_ms}{holder}}}'
+        f'{{"status":"skipped","code":"{outcome.reason}","reason":"{outcome.reason}","task":"{outcome.task}",'
+        f'"runId":{outcome.run_id},"durationMs":{outcome.duration_ms}{holder}}}'
     )
-    return Answer(code, "skipped", text.encode(), tuple(headers))
+    return Answer(http_status, "skipped", text.encode(), tuple(headers))
 
 
 def shown(result: str | None) -> str:

@@ -7,6 +7,8 @@ import hmac
 import logging
 from collections.abc import Sequence
 
+from starlette.types import Scope
+
 log = logging.getLogger("cronlock.auth")
 
 MISSING = "missing"
@@ -36,6 +38,13 @@ class Bearer:
         return None if is_right and token else MISMATCH
 
 
-def report(reason: str, client: str | None) -> None:
+def authorization(scope: Scope) -> list[bytes]:
+    """The `Authorization` headers of a request, of which there must be one."""
+    return [value for name, value in scope["headers"] if name == b"authorization"]
+
+
+def report(reason: str, scope: Scope) -> None:
     """One log line per refused call; no header and no path, which a caller could fill with anything."""
-    log.warning("a call was refused", extra={"event": "auth.refused", "reason": reason, "client": client})
+    client = scope.get("client")
+    facts = {"event": "auth.refused", "reason": reason, "client": client[0] if client else None}
+    log.warning("a call was refused", extra=facts)

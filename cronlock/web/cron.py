@@ -17,7 +17,8 @@ from cronlock.gate import occurrence_fault
 from cronlock.outcome import Outcome
 from cronlock.web import answers
 from cronlock.web.answers import Answer, plain
-from cronlock.web.auth import CHALLENGE, Bearer, report
+from cronlock.web.auth import Bearer, authorization, report
+from cronlock.web.body import TooLarge, read_object
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -35,10 +36,6 @@ CALLERS = (
 )
 
 
-class TooLarge(Exception):
-    """The body is longer than `max_body`."""
-
-
 class CronEndpoint:
     """The ASGI application behind `/cron/{task}`."""
 
@@ -52,22 +49,24 @@ class CronEndpoint:
         try:
             answer = await self.answer(scope, receive)
         except Unavailable as error:
+            self._cron.metrics.unavailable(error.reason)
             answer = answers.unavailable(error)
         except PayloadInvalid as error:
             answer = answers.invalid(error)
         except CronlockError as error:
             log.error("%s", error)
+            self._cron.metrics.unavailable("misconfigured")
             answer = plain(503, "unavailable", [(b"retry-after", b"30")], reason="misconfigured")
         await answer.send(send, is_head=is_head)
 
     async def answer(self, scope: Scope, receive: Receive) -> Answer:
         """The answer to one request; raises `Unavailable`."""
         headers = scope["headers"]
-        refusal = self._bearer.refusal([value for name, value in headers if name == b"authorization"])
+        refusal = self._bearer.refusal(authorization(scope))
         if refusal is not None:
-            client = scope.get("client")
-            report(refusal, client[0] if client else None)
-            return plain(401, "unauthorized", [(b"www-authenticate", CHALLENGE[refusal])])
+            report(refusal, scope)
+            self._cron.metrics.unauthorized("cron", refusal)
+            return answers.unauthorized(refusal)
         task = self._cron.tasks.find(scope["path_params"]["task"].removesuffix("/"))
         if task is None:
             return plain(404, "not_found")
@@ -83,7 +82,7 @@ class CronEndpoint:
                     if asked not in SKIP_STATUSES:
                         return plain(400, "bad_request", reason="on_skip must be 200, 409 or 503")
                     skip_status = SKIP_STATUSES[asked]  # type: ignore[assignment]
-                body = await self._body(fields, receive)
+                body = await read_object(fields, receive, self._max_body)
                 own = {name: value for name, value in query.items() if name not in OWN_PARAMETERS}
                 given = jsontext.merge(own, body)
             payload = task.validate(given)
@@ -96,26 +95,6 @@ class CronEndpoint:
             task, payload, trigger="http", caller=recognise(fields), occurrence=occurrence, scheduled_for=scheduled_for
         )
         return answers.of(outcome, skip_status)
-
-    async def _body(self, fields: dict[bytes, bytes], receive: Receive) -> dict[str, object]:
-        """The JSON object in the body, or {} for any other content type, whose body is left alone."""
-        length = fields.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body:
-            raise TooLarge
-        if not is_json(fields.get(b"content-type", b"")):
-            return {}
-        chunks, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise PayloadError("the body broke off")
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if size > self._max_body:
-                raise TooLarge
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return jsontext.parse_object(b"".join(chunks))
 
 
 def occurrence_of(headers: list[tuple[bytes, bytes]], fields: dict[bytes, bytes]) -> tuple[str | None, str | None]:
@@ -164,12 +143,6 @@ def moment(value: bytes | None) -> str | None:
         return found.astimezone(UTC).isoformat() if found.tzinfo is not None else None
     except (ValueError, OverflowError):
         return None
-
-
-def is_json(content_type: bytes) -> bool:
-    """application/json and its relatives, such as application/cloudevents+json."""
-    kind = content_type.partition(b";")[0].strip().lower()
-    return kind == b"application/json" or kind.endswith(b"+json")
 
 
 def recognise(fields: dict[bytes, bytes]) -> str | None:

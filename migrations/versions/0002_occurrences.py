@@ -65,6 +65,63 @@ BEGIN
 END $$;
 """
 
+# `task >= x AND task <= x ORDER BY task, id DESC` is what only an index by task and id can give: asked for as
+# `task = x ORDER BY id DESC`, the planner may walk past a million skips of other tasks.
+TASK_HEALTH = """
+CREATE OR REPLACE VIEW {schema}.task_health AS
+SELECT t.name AS task,
+       t.schedule,
+       t.timezone,
+       t.paused_at,
+       t.paused_by,
+       t.paused_reason,
+       last.id AS last_run_id,
+       last.status AS last_status,
+       last.started_at AS last_started_at,
+       last.finished_at AS last_finished_at,
+       good.id AS last_completed_id,
+       good.finished_at AS last_completed_at,
+       calls.calls,
+       runs.completed,
+       runs.failed,
+       calls.skipped,
+       runs.lost,
+       round(runs.completed::numeric / nullif(runs.runs, 0), 4) AS success_rate,
+       round(calls.skipped::numeric / nullif(calls.calls, 0), 4) AS skip_rate,
+       runs.p50_duration,
+       runs.p95_duration
+  FROM {schema}.task t
+  LEFT JOIN LATERAL (
+        SELECT r.id, r.status, r.started_at, r.finished_at FROM {schema}.run r
+         WHERE r.task >= t.name AND r.task <= t.name AND r.status <> 'skipped'
+         ORDER BY r.task, r.id DESC LIMIT 1) last ON true
+  LEFT JOIN LATERAL (
+        SELECT r.id, r.finished_at FROM {schema}.run r
+         WHERE r.task >= t.name AND r.task <= t.name AND r.status = 'completed'
+         ORDER BY r.task, r.id DESC LIMIT 1) good ON true
+  CROSS JOIN LATERAL (
+        SELECT count(*) AS calls,
+               count(*) FILTER (WHERE w.status = 'skipped') AS skipped
+          FROM (SELECT r.status FROM {schema}.run r
+                 WHERE r.task >= t.name AND r.task <= t.name AND r.status <> 'running'
+                 ORDER BY r.task, r.id DESC LIMIT 100) w) calls
+  CROSS JOIN LATERAL (
+        SELECT count(*) AS runs,
+               count(*) FILTER (WHERE w.status = 'completed') AS completed,
+               count(*) FILTER (WHERE w.status IN ('failed', 'timed_out', 'cancelled')) AS failed,
+               count(*) FILTER (WHERE w.status = 'lost') AS lost,
+               percentile_disc(0.5) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
+                   FILTER (WHERE w.status = 'completed') AS p50_duration,
+               percentile_disc(0.95) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
+                   FILTER (WHERE w.status = 'completed') AS p95_duration
+          FROM (SELECT r.status, r.started_at, r.finished_at FROM {schema}.run r
+                 WHERE r.task >= t.name AND r.task <= t.name AND r.status NOT IN ('running', 'skipped')
+                 ORDER BY r.task, r.id DESC LIMIT 100) w) runs;
+
+COMMENT ON VIEW {schema}.task_health IS
+'Each task''s last run and last success; skips of its last 100 calls; success and durations of its last 100 runs.';
+"""
+
 # The first is the last word on occurrences: whatever decides about them, none completes twice.
 INDEXES = {
     "run_occurrence_key": "UNIQUE INDEX {how} {name} ON {schema}.run (task, occurrence)"
@@ -73,6 +130,8 @@ INDEXES = {
     " WHERE status <> 'skipped' AND occurrence IS NOT NULL",
     "run_completed_idx": "INDEX {how} {name} ON {schema}.run (task, coalesce(key, ''), finished_at DESC)"
     " WHERE status = 'completed'",
+    "run_failed_idx": "INDEX {how} {name} ON {schema}.run (id DESC)"
+    " WHERE status IN ('failed', 'timed_out', 'cancelled', 'lost')",
     "run_task_run_idx": "INDEX {how} {name} ON {schema}.run (task, id DESC) WHERE status <> 'skipped'",
 }
 
@@ -86,12 +145,16 @@ def execute(statement: str) -> None:
     op.execute(statement.strip().format(schema=quoted()).replace(":", "\\:"))
 
 
+def run(script: str) -> None:
+    for statement in script.strip().removesuffix(";").split(";\n"):
+        execute(statement)
+
+
 def upgrade() -> None:
     execute("SET LOCAL lock_timeout = '2s'")
     execute("SET LOCAL statement_timeout = '60s'")
     execute("SET LOCAL search_path = pg_catalog")
-    for statement in COLUMNS.strip().removesuffix(";").split(";\n"):
-        execute(statement)
+    run(COLUMNS)
     execute(DROP_BEFORE)
     execute(COMPLETE_RUN)
     with op.get_context().autocommit_block():
@@ -100,9 +163,16 @@ def upgrade() -> None:
             execute("DROP INDEX CONCURRENTLY IF EXISTS {schema}." + name)
             execute("CREATE " + index.format(how="CONCURRENTLY", name=name, schema="{schema}"))
         execute("RESET search_path")
+    run(TASK_HEALTH)
+
+
+def health_before() -> str:
+    text = TASK_HEALTH.replace("r.task >= t.name AND r.task <= t.name", "r.task = t.name")
+    return text.replace("r.task, r.id", "r.id").replace("LIMIT 100)", "LIMIT 1000)").replace("last 100 ", "last 1,000 ")
 
 
 def downgrade() -> None:
+    run(health_before())
     for name in INDEXES:
         execute("DROP INDEX {schema}." + name)
     execute("DROP FUNCTION {schema}.complete_run")

@@ -4,13 +4,14 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from cronlock import Cronlock, Run, closing
-from tests import Db, Make, Steps, serving, task_of, until
+from tests import Db, Make, Steps, held, serving, task_of, until
 from tests.observing import is_quiet, locks, statuses
 from tests.proxy import PROXY, Proxy, end
 
@@ -566,3 +567,97 @@ async def test_100_calls_cancelled_at_any_moment_leave_pool_and_server_as_they_w
         assert sessions is not None
         assert sessions[0] <= 4 + 4 + 2
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+def memory() -> int:
+    """The resident memory of this process in KiB (Linux)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1])
+
+
+async def test_200_calls_into_a_black_hole_are_503_in_time_while_probes_answer_and_memory_stays(
+    make_proxied: Make, proxy: Proxy, db: Db
+) -> None:
+    cron = make_proxied(acquire_timeout="2s")
+    for number in range(10):
+        cron.task(f"task-{number}")(task_of(nothing, is_async=number % 2 == 0))
+    async with serving(cron.app()) as client:
+        await asyncio.gather(*(client.get(f"/cron/task-{number}") for number in range(10)))
+        proxy.stall()
+
+        async def one(path: str) -> tuple[int, float]:
+            began = time.monotonic()
+            return (await client.get(path)).status_code, time.monotonic() - began
+
+        seen: list[tuple[int, int]] = []
+        for _ in range(5):
+            calls = [one(f"/cron/task-{number % 10}") for number in range(40)]
+            answers = await asyncio.gather(*calls, one("/healthz"), one("/readyz"))
+            assert {code for code, _ in answers[:40]} == {503}
+            assert max(took for _, took in answers) < 4
+            assert answers[40][0] == 200
+            assert answers[40][1] < 1
+            seen.append((memory(), tasks()))
+        (first, waiting), (last, still_waiting) = seen[0], seen[-1]
+        assert last - first < 8 * 1024
+        assert still_waiting <= waiting + 5
+        proxy.flow()
+        flowed = time.monotonic()
+        while (await client.get("/cron/task-0")).status_code != 200:
+            assert time.monotonic() - flowed < 3
+            await asyncio.sleep(0.05)
+        answers = await asyncio.gather(*(one(f"/cron/task-{number}") for number in range(10)), one("/readyz"))
+        assert {code for code, _ in answers} == {200}
+        await until(lambda: is_quiet(db), "everything is given back")
+
+
+async def nobody(run: Run) -> None:
+    """A task that does nothing."""
+
+
+def seen(db: Db) -> list[tuple[str, str | None]]:
+    """(status, reason) of every run, in order."""
+    return db.execute("SELECT status, reason FROM cronlock.run ORDER BY id").fetchall()
+
+
+@pytest.mark.parametrize("options", [{}, {"max_concurrent": 2}], ids=["plain", "slots"])
+async def test_a_run_that_others_closed_as_lost_before_it_began_is_no_skip(
+    make_proxied: Make, make_cron: Make, proxy: Proxy, db: Db, options: dict[str, Any]
+) -> None:
+    cron = make_proxied(record_pool_size=1, recover_interval="1h")
+    cron.task("once", **options)(nobody)
+    async with serving(cron.app()) as client:
+        assert (await client.get("/cron/once")).json()["status"] == "completed"
+        cut = proxy.cut_at(BEGINNING, is_forwarded=True)
+        cut.add_done_callback(lambda _: proxy.stall())
+        calling = asyncio.create_task(client.get("/cron/once"))
+        await cut
+        await until(lambda: "running" in statuses(db), "it is recorded")
+        end_backend(db)  # the session of its lock broke as well
+        async with serving(make_cron(recover_interval="200ms").app()):
+            await until(lambda: "lost" in statuses(db), "somebody has closed it")
+        proxy.flow()
+        answer = await calling
+    assert (answer.status_code, answer.json()["reason"]) == (503, "database_unavailable")
+    assert seen(db) == [("completed", None), ("lost", None)]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_concurrent": 2}], ids=["plain", "slots"])
+async def test_a_skip_whose_answer_was_lost_is_the_only_row_of_its_call_though_its_holder_has_gone(
+    make_proxied: Make, proxy: Proxy, db: Db, database_url: str, options: dict[str, Any]
+) -> None:
+    cron = make_proxied(record_pool_size=1, recover_interval="1h")
+    cron.task("once", **options)(nobody)
+    async with serving(cron.app()) as client:
+        async with held(database_url, "once"), held(database_url, "once#2"):
+            assert (await client.get("/cron/once")).json()["status"] == "skipped"
+            await asyncio.sleep(1.1)  # an attempt is made again
+            cut = proxy.cut_at(b'"lock_name":"once"', is_forwarded=True)
+            cut.add_done_callback(lambda _: proxy.stall())
+            calling = asyncio.create_task(client.get("/cron/once"))
+            await cut
+            await until(lambda: len(seen(db)) == 2, "it is recorded")
+        proxy.flow()
+        answer = await calling
+    assert answer.json()["status"] == "skipped"
+    assert seen(db) == [("skipped", "already_running")] * 2

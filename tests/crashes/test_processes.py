@@ -85,7 +85,7 @@ async def test_a_killed_process_frees_its_lock_within_a_second_and_the_next_take
     assert statuses(db, task) == ["lost", "skipped", "completed"]
     assert writes(db) == {answer.json()["runId"]: 2}
     row = db.execute("SELECT error_type, finished_at > started_at, result FROM cronlock.run WHERE status = 'lost'")
-    assert row.fetchone() == ("LockLost", True, None)
+    assert row.fetchone() == ("ProcessGone", True, None)
 
 
 async def test_the_run_of_a_killed_process_is_closed_by_the_timer_of_any_other(
@@ -154,7 +154,7 @@ async def test_sigterm_cancels_and_records_a_run_that_outlasts_the_drain_timeout
         await until(lambda: not locks(db), "the lock is free", FREES_WITHIN)
         assert statuses(db) == ["cancelled"]
         told = db.execute("SELECT error_type, error_message FROM cronlock.run").fetchone()
-        assert told == ("Cancel", "the server was shutting down")
+        assert told == ("ShuttingDown", "the server was shutting down")
         assert writes(db) == {}
         assert is_quiet(db)
         await calling

@@ -17,10 +17,11 @@ POOL_SIZE = 3
 
 
 class Bouncer:
-    """Listens on a free loopback port between `start` and `stop`; each database has `POOL_SIZE` slots."""
+    """Listens on a free loopback port between `start` and `stop`; each database has `pool_size` slots."""
 
-    def __init__(self, directory: Path, server_url: str) -> None:
+    def __init__(self, directory: Path, server_url: str, pool_size: int = POOL_SIZE) -> None:
         self.directory = directory
+        self._pool_size = pool_size
         self.port = 0
         self._server = conninfo_to_dict(server_url)
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +73,8 @@ class Bouncer:
                 "unix_socket_dir =",
                 "auth_type = any",
                 "pool_mode = transaction",
-                f"default_pool_size = {POOL_SIZE}",
+                f"default_pool_size = {self._pool_size}",
+                "server_login_retry = 1",
                 "max_client_conn = 500",
                 "log_connections = 0",
                 "log_disconnections = 0",

@@ -37,7 +37,7 @@ async def test_the_next_run_of_a_lock_finds_the_lost_one(make_cron: Make, db: Db
         assert (await cron.run("once")).status == "completed"
         mine, other = leave(db, "once"), leave(db, "other")
         assert (await cron.run("once")).status == "completed"
-        assert error_of(db, mine) == ("lost", "LockLost", True)
+        assert error_of(db, mine) == ("lost", "ProcessGone", True)
         assert error_of(db, other) == ("running", None, None), "its lock was not asked about"
 
 
@@ -46,7 +46,7 @@ async def test_a_lost_run_is_found_by_the_timer(make_cron: Make, db: Db) -> None
     cron.task("once")(lambda run: None)
     async with cron:
         lost = leave(db, "anything")
-        await until(lambda: error_of(db, lost) == ("lost", "LockLost", True), "the timer finds it")
+        await until(lambda: error_of(db, lost) == ("lost", "ProcessGone", True), "the timer finds it")
 
 
 async def test_a_run_is_lost_too_if_its_backends_number_was_given_to_another(make_cron: Make, db: Db) -> None:
@@ -56,7 +56,7 @@ async def test_a_run_is_lost_too_if_its_backends_number_was_given_to_another(mak
     await process.readiness.require()
     lost = leave(db, "once", backend_pid=db.info.backend_pid)
     await recover(process.database, process.runner.statements)
-    assert error_of(db, lost) == ("lost", "LockLost", True)
+    assert error_of(db, lost) == ("lost", "ProcessGone", True)
     held = leave(db, "once", backend_pid=db.info.backend_pid)
     db.execute("BEGIN; SELECT pg_advisory_xact_lock(hashtext('once'))")
     assert await recover(process.database, process.runner.statements) == []
@@ -75,7 +75,7 @@ async def test_a_lock_of_another_database_does_not_keep_a_lost_run_running(
         elsewhere.execute("SELECT pg_advisory_xact_lock(hashtext('once'))")
         lost = leave(db, "once", backend_pid=elsewhere.info.backend_pid)
         await recover(process.database, process.runner.statements)
-        assert error_of(db, lost) == ("lost", "LockLost", True)
+        assert error_of(db, lost) == ("lost", "ProcessGone", True)
     await cron.close()
 
 

@@ -63,7 +63,7 @@ async def test_a_task_that_ran_answers_200_with_its_result(cron: Cronlock, db: D
         answer = await client.request(method, path)
     assert answer.status_code == 200
     body = answer.json()
-    assert set(body) == {"status", "task", "runId", "durationMs", "result"}
+    assert set(body) == {"status", "code", "task", "runId", "durationMs", "result"}
     assert (body["status"], body["task"], body["result"]) == ("completed", "nightly", {"rows": 4211})
     assert answer.headers["cronlock-status"] == "completed"
     assert answer.headers["cronlock-run-id"] == str(body["runId"])
