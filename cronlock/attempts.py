@@ -19,10 +19,9 @@ from cronlock import locks, runs
 from cronlock.background import Background
 from cronlock.closing import Closer
 from cronlock.database import Database, unavailable, within
-from cronlock.errors import CronlockError, Unavailable
+from cronlock.errors import CronlockError, PayloadInvalid, Unavailable
 from cronlock.execution import Execution
 from cronlock.gate import Call, Gate
-from cronlock.keys import wrong
 from cronlock.lending import is_gone
 from cronlock.outcome import Failure, Outcome
 from cronlock.recording import Recorder, expire
@@ -91,7 +90,14 @@ class Attempts:
 
         Raises `PayloadInvalid` for a key that the database cannot hold.
         """
-        gate = self._gate(call)
+        gate = self.gate_of(call.task, call.key)
+        gate.callers += 1
+        try:
+            return await self._decide(gate, call)
+        finally:
+            gate.callers -= 1
+
+    async def _decide(self, gate: Gate, call: Call) -> Outcome:
         until = call.received + call.task.acquire_timeout.total_seconds() + DECISION_MARGIN
         for _ in range(ASKS):
             if self.is_draining:
@@ -113,11 +119,10 @@ class Attempts:
             await asyncio.sleep(ASK_PAUSE)
         raise Unavailable("undecided", "the lock is held, but by no run that can be seen yet", retry_after=1)
 
-    def _gate(self, call: Call) -> Gate:
-        """The gate of a call's lock; there are as many as keys, and those that nobody uses are let go."""
-        task = call.task
+    def gate_of(self, task: Task, key: str | None) -> Gate:
+        """The gate of a lock; there are as many as keys, and those that nobody uses are let go."""
         lock = task.lock.name if task.lock.number is None else task.lock.number
-        name = lock if call.key is None else (lock, call.key)
+        name = lock if key is None else (lock, key)
         if (gate := self.gates.get(name)) is None:
             if len(self.gates) >= self._gate_limit:
                 self.gates = {name: gate for name, gate in self.gates.items() if not gate.is_idle}
@@ -146,6 +151,10 @@ class Attempts:
         first = group[0]
         try:
             opened = await self._open(first)
+        except PayloadInvalid as error:
+            first.fail(error)
+            gate.put_back(group[1:])
+            return
         except CronlockError as error:
             for call in group:
                 call.fail(error)
@@ -153,9 +162,9 @@ class Attempts:
         gate.lock_keys = opened.lock_keys
         if opened.slot < 1:
             self._background.spawn(self._let_go(opened.seat))
-        if opened.slot == -1:  # which says nothing about the others
-            gate.put_back(group[1:])
-            await self.skips.ask_group(group[:1], gate.lock_keys)
+        if opened.slot == -1:  # which says nothing about other occurrences
+            gate.put_back([call for call in group if not call.is_alike(first)])
+            await self.skips.ask_group([call for call in group if call.is_alike(first)], gate.lock_keys)
         elif opened.slot == 0:
             if await self.skips.ask_group(group, gate.lock_keys):
                 gate.refused()
@@ -186,9 +195,7 @@ class Attempts:
                 await discard(seat)
                 if is_dead and error.sqlstate in ENDED_BY_SERVER and time.monotonic() < until:
                     continue
-                if (error.sqlstate or "").startswith("22") and task.key is not None:
-                    raise wrong(task.key.fields[0], "has characters that the database cannot hold") from error
-                raise unavailable(error) from error
+                raise call.not_held(error) or unavailable(error) from error
             if is_gone(seat.connection):  # the answer came in the moment in which it was given up and cut
                 await discard(seat)
                 if time.monotonic() < until:

@@ -1,5 +1,6 @@
 """What a task sees: one object, `run`."""
 
+import threading
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 EFFECTS = UUID("5b1d2c4e-6f0a-5d8b-9c37-2a41e0f7c6d9")
 """The namespace of effect keys (RFC 9562, section 5.5)."""
+
+
+MAKING = threading.Lock()
 
 
 class Run:
@@ -56,7 +60,8 @@ class Run:
     def log(self) -> TaskLog:
         """A logger whose lines carry the task and the run, and are kept with it (500 of them, without secrets)."""
         execution = self._execution
-        execution.lines = lines = Lines(self._scrub)
+        with MAKING:  # threads of the task may ask for it at one moment
+            lines = execution.lines = execution.lines or Lines(self._scrub)
         facts = {"task": self.task, "runId": self.id, "instance": execution.instance}
         return TaskLog(facts, lines, self._logged)
 

@@ -60,6 +60,7 @@ class Server:
 
     version: int
     has_check_interval: bool
+    encoding: str
     database: int
     """The oid of our database, by which pg_locks tells its locks from those of others."""
 
@@ -135,6 +136,11 @@ class Database:
         self._executor = ThreadPoolExecutor(
             settings.pool_size, thread_name_prefix="cronlock", initializer=CONTEXT.set, initargs=(OWN,)
         )
+
+    @property
+    def is_unicode(self) -> bool:
+        """Whether the database holds every text but the NUL character."""
+        return self.server is not None and self.server.encoding == "UTF8"
 
     async def open(self) -> None:
         """Start the pools; they connect in the background and again after every outage."""
@@ -220,11 +226,11 @@ class Database:
             has_check = False
         ((row,),) = await ask(
             connection,
-            b"SELECT oid::pg_catalog.int8 FROM pg_catalog.pg_database"
+            b"SELECT oid::pg_catalog.int8, pg_catalog.current_setting('server_encoding') FROM pg_catalog.pg_database"
             b" WHERE datname OPERATOR(pg_catalog.=) pg_catalog.current_database()",
         )
         await self._introduce()
-        self.server = Server(version, has_check, row[0])
+        self.server = Server(version, has_check, row[1], row[0])
         return self.server
 
     async def _introduce(self) -> None:

@@ -99,8 +99,11 @@ class Execution:
         return Outcome(status=status, task=self.task.name, run_id=self.run_id, duration_ms=self.elapsed_ms(), **facts)
 
     def log(self) -> str | None:
-        """What the task has logged so far."""
-        return None if self.lines is None else self.lines.text()
+        """What the task has logged so far, as the database can hold it."""
+        text = None if self.lines is None else self.lines.text()
+        if text is None or self.seat.database.is_unicode:
+            return text
+        return text.encode("ascii", "backslashreplace").decode()
 
     def holder(self) -> Holder:
         """This run as the holder of its lock."""

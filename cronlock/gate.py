@@ -19,7 +19,9 @@ from itertools import count
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-from cronlock.outcome import Outcome
+from cronlock.errors import PayloadInvalid
+from cronlock.keys import wrong
+from cronlock.outcome import Outcome, sqlstate
 from cronlock.tasks import Task
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_OCCURRENCE = 255
+NOT_IN_ENCODING = ("22P05", "22021", "0A000")
 CONTENDED = 1.0
 """Seconds after a refused attempt in which the lock table is asked first."""
 
@@ -130,6 +133,16 @@ class Call:
             row.update(facts)
         return row
 
+    def not_held(self, error: BaseException | None) -> PayloadInvalid | None:
+        """The 422 for a text of this call that the database's encoding does not have; None for any other error."""
+        if error is None or sqlstate(error) not in NOT_IN_ENCODING:
+            return None
+        if self.task.key is not None and self.key is not None and not self.key.isascii():
+            return self.task.key.not_held(self.payload)
+        if self.occurrence is not None and not self.occurrence.isascii():
+            return wrong("idempotency_key", "has characters that the database cannot hold")
+        return None
+
     @property
     def is_waiting(self) -> bool:
         """Whether somebody still wants this decision."""
@@ -160,6 +173,8 @@ class Gate:
         self.running: list[Execution] = []
         """The runs of this process that have a slot, oldest first."""
         self.waiting: list[Call] = []
+        self.callers = 0
+        """The calls that are being decided here, whether they wait for an attempt or ask the lock table."""
         self.attempts: asyncio.Task[None] | None = None
         self._contended_until = 0.0
 
@@ -171,7 +186,7 @@ class Gate:
     @property
     def is_idle(self) -> bool:
         """Whether nothing would be lost with this gate."""
-        return not self.running and not self.waiting and self.attempts is None
+        return not self.running and not self.callers and self.attempts is None
 
     def refused(self) -> None:
         """An attempt was refused by a holder that could be seen."""

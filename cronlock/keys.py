@@ -1,16 +1,18 @@
 """`key="{tenant}"`: one lock for each value of some fields of the payload."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from string import Formatter
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretBytes, SecretStr
 
 from cronlock.errors import ConfigError, PayloadInvalid
 
 LONGEST = 200
+NOT_PLAIN = (BaseModel, Mapping, list, tuple, set, frozenset, bytes, bytearray, memoryview, SecretStr, SecretBytes)
+"""What has no text that tells its values apart; a secret's is stars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Key:
         wrong = ConfigError(
             f"key={template!r} must name fields of the payload in braces, such as key='{{tenant}}', and nothing else"
         )
-        if not isinstance(template, str) or "\0" in template or len(template) > LONGEST:
+        if not isinstance(template, str) or not template.isprintable() or len(template) > LONGEST:
             raise wrong
         try:
             parts = list(Formatter().parse(template))
@@ -40,14 +42,22 @@ class Key:
     def fill(self, payload: Any) -> str:
         """The key of a validated payload, 1 to 200 characters.
 
-        Raises `PayloadInvalid` for a field that is missing or null, that is no plain value, or has a NUL character,
-        and for a key that is empty or longer.
+        Raises `PayloadInvalid` for a field that is missing, null or empty, that is no plain value, or has a NUL
+        character, and for a key that is longer.
         """
         values = {name: plain(name, find(payload, name)) for name in self.fields}
         made = self.template.format_map(values)
-        if not 0 < len(made) <= LONGEST or not all(values.values()):
-            raise wrong(self.fields[0], f"makes a key of {len(made)} characters; it must have 1 to {LONGEST}")
+        if len(made) > LONGEST:
+            longest = max(values, key=lambda name: len(values[name]))
+            raise wrong(longest, f"makes a key of {len(made)} characters; it may have {LONGEST}")
         return made
+
+    def not_held(self, payload: Any) -> PayloadInvalid:
+        """The 422 for a key of this payload that the database's encoding does not have."""
+        foreign = [name for name in self.fields if not plain(name, find(payload, name)).isascii()]
+        return wrong(
+            (foreign or self.fields)[0], "has characters that the database cannot hold, and a key is made of it"
+        )
 
 
 def find(payload: Any, name: str) -> Any:
@@ -61,9 +71,15 @@ def plain(name: str, value: Any) -> str:
         value = value.value
     if value is None:
         raise wrong(name, "is needed: the task's key is made of it", "missing")
-    if isinstance(value, (BaseModel, Mapping, list, tuple, set, frozenset, bytes)):
-        raise wrong(name, "must be one plain value: the task's key is made of it")
-    text = str(value)
+    not_plain = wrong(name, "must be one plain value: the task's key is made of it")
+    if isinstance(value, NOT_PLAIN) or is_dataclass(value):
+        raise not_plain
+    try:
+        text = str(value)
+    except Exception:  # an integer of thousands of digits, or a class of the task's own
+        raise not_plain from None
+    if not text:
+        raise wrong(name, "must not be empty: the task's key is made of it")
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise wrong(name, "has a character that a key cannot have")
     return text

@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -62,7 +62,7 @@ class TaskLog(logging.LoggerAdapter[logging.Logger]):
         if level >= logging.INFO or self.isEnabledFor(level):
             self._lines.add(level, told(msg, args, kwargs.get("exc_info")))
             self._added()
-        kwargs.setdefault("stacklevel", 2)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         super().log(level, msg, *args, **kwargs)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -71,13 +71,22 @@ class TaskLog(logging.LoggerAdapter[logging.Logger]):
 
 
 def told(msg: object, args: tuple[object, ...], exc_info: Any) -> str:
-    """A line as its record would say it, on one line, with the error that it was given."""
+    """A line as its record would say it, on one line, with the error that it was given; never raises."""
     try:
-        text = str(msg) % (args[0] if len(args) == 1 and isinstance(args[0], dict) else args) if args else str(msg)
+        text = str(msg) % (args[0] if len(args) == 1 and isinstance(args[0], Mapping) else args) if args else str(msg)
     except Exception:
-        text = f"{msg!r} {args!r}"
-    if isinstance(exc_info, BaseException):
-        text = f"{text}: {type(exc_info).__name__}: {exc_info}"
-    elif exc_info and (error := sys.exception()) is not None:
-        text = f"{text}: {type(error).__name__}: {error}"
+        text = f"{shown(msg)} {' '.join(map(shown, args))}"
+    error = exc_info[1] if isinstance(exc_info, tuple) else exc_info
+    if error and not isinstance(error, BaseException):
+        error = sys.exception()
+    if error:
+        text = f"{text}: {type(error).__name__}: {shown(error, str)}"
     return " ".join(text.splitlines())
+
+
+def shown(value: object, form: Callable[[object], str] = repr) -> str:
+    """Any value as text, the class alone of one that cannot be shown."""
+    try:
+        return form(value)
+    except Exception:
+        return f"<{type(value).__name__}>"

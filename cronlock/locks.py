@@ -47,6 +47,12 @@ SEPARATOR = "pg_catalog.chr(31)"
 """Between the parts of what is hashed; no lock name that is typed has it."""
 
 
+def slot_names(task: Task) -> list[str]:
+    """The names of a task's slots; none where its lock is a number."""
+    name = task.lock.name
+    return [] if name is None else [name, *(f"{name}#{slot}" for slot in range(2, task.max_concurrent + 1))]
+
+
 def key_expressions(task: Task) -> list[sql.Composable]:
     """The keys of a task's slots as SQL: PostgreSQL hashes the name itself, so that any program can name the same lock.
 
@@ -56,7 +62,7 @@ def key_expressions(task: Task) -> list[sql.Composable]:
     lock = task.lock
     if lock.number is not None:
         return [sql.SQL("({})::pg_catalog.int8").format(lock.number)]
-    names = [lock.name, *(f"{lock.name}#{slot}" for slot in range(2, task.max_concurrent + 1))]
+    names = slot_names(task)
     if task.key is None:
         hashed = sql.SQL("pg_catalog.hashtext({}::pg_catalog.text)::pg_catalog.int8")
         return [hashed.format(name) for name in names]
@@ -79,7 +85,7 @@ class Opening:
         keys = key_expressions(task)
         taking = sql.SQL("pg_catalog.pg_try_advisory_xact_lock({})")
         occurrence = sql.SQL("pg_catalog.hashtextextended(pg_catalog.concat({}::pg_catalog.text, {}, {}), 0)").format(
-            task.name, sql.SQL(SEPARATOR), sql.SQL(OCCURRENCE.decode())
+            task.full_name, sql.SQL(SEPARATOR), sql.SQL(OCCURRENCE.decode())
         )
         slots = [sql.SQL("WHEN {} THEN {}").format(taking.format(key), slot) for slot, key in enumerate(keys, 1)]
         other = sql.SQL("WHEN NOT {} THEN -1").format(taking.format(occurrence))
@@ -150,7 +156,7 @@ def text_of(text: str) -> bytes:
     """Any text as SQL in ASCII, the same in every client_encoding a URL may ask for."""
     if text.isascii():
         return quoted(text)
-    return b"pg_catalog.convert_from('\\x%s'::pg_catalog.bytea, 'UTF8')" % text.encode().hex().encode()
+    return b"pg_catalog.convert_from(pg_catalog.decode('%s', 'hex'), 'UTF8')" % text.encode().hex().encode()
 
 
 RESETS = [sql.SQL("RESET SESSION AUTHORIZATION"), sql.SQL("RESET ROLE"), sql.SQL("RESET ALL")]

@@ -17,6 +17,7 @@ from psycopg import sql
 from cronlock import revision, runs, stats
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import RegistrationError, Unavailable
+from cronlock.locks import slot_names
 from cronlock.models import REVISION
 from cronlock.runner import Runner
 from cronlock.tasks import Registry, Task
@@ -165,13 +166,13 @@ def seconds(span: timedelta | None) -> float | None:
 
 def refuse_collisions(registry: Registry, keys: dict[str, tuple[int, ...]]) -> None:
     """Raise `RegistrationError` if two tasks name different locks that have the same key."""
-    by_key: defaultdict[int, dict[str, str]] = defaultdict(dict)
+    by_key: defaultdict[int | str, dict[str, str]] = defaultdict(dict)
     for task in registry:
-        for key in keys[task.name]:
+        for key in keys[task.name] or slot_names(task):  # those of a `key` begin with the slot's name
             by_key[key].setdefault(str(task.lock), task.name)
-    for key, locks in by_key.items():
-        if len(locks) > 1:
-            (lock, name), (other_lock, other) = list(locks.items())[:2]
+    for key, found in by_key.items():
+        if len(found) > 1:
+            (lock, name), (other_lock, other) = list(found.items())[:2]
             raise RegistrationError(
                 f"the tasks {name!r} (lock {lock}) and {other!r} (lock {other_lock}) have the same lock key {key}:"
                 ' one would be skipped while the other runs. Give one of them another name with lock="...",'

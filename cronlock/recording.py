@@ -146,7 +146,7 @@ class Recorder:
             await self._send(group)
         except psycopg.Error as error:
             state = error.sqlstate or ""
-            if state[:2] in ("22", "23", "54", "40") or state == "55P03":
+            if state[:2] in ("0A", "22", "23", "54", "40") or state == "55P03":
                 await self._one_by_one(group, error)
             else:
                 await self._again(group, unavailable(error))
@@ -222,7 +222,10 @@ class Recorder:
             await self._write_group(group)
         elif not entry.written.done():
             refusal = Unavailable("record_refused", f"the call cannot be recorded ({type(error).__name__})")
-            entry.written.set_exception(unavailable(error) if isinstance(error, psycopg.Error) else refusal)
+            if isinstance(error, psycopg.Error):
+                refusal = unavailable(error)
+                refusal.__cause__ = error
+            entry.written.set_exception(refusal)
 
     async def _again(self, group: list[Entry], error: Unavailable) -> None:
         again = []

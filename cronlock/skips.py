@@ -52,7 +52,11 @@ class Skips:
     async def ask(self, call: Call, lock_keys: Sequence[int], until: float) -> Outcome | None:
         """Skip a call if a holder can be seen, or if the records forbid it; None if it is to be tried."""
         kind, row = question(call, lock_keys)
-        return self._seen(call, lock_keys, await self._recorder.put(kind, row, until))
+        try:
+            seen = await self._recorder.put(kind, row, until)
+        except Unavailable as error:
+            raise call.not_held(error.__cause__) or error from error.__cause__
+        return self._seen(call, lock_keys, seen)
 
     async def ask_group(self, group: Sequence[Call], lock_keys: Sequence[int]) -> bool:
         """Decide these calls after a refused attempt, with None where nobody can be seen; whether anybody was."""

@@ -20,6 +20,8 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.ASCII)
 INT64 = range(-(2**63), 2**63)
 MODES = ("transaction", "guard")
 MOST_SLOTS = 100
+SEPARATOR = "\x1f"
+"""Between the parts of what is hashed for a key or an occurrence."""
 SkipStatus = Literal[200, 409, 503]
 
 
@@ -53,6 +55,12 @@ class Task:
     key: Key | None = None
     max_concurrent: int = 1
     min_interval: timedelta | None = None
+    namespace: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """The name with the namespace before it, as lock names have it."""
+        return f"{self.namespace}:{self.name}" if self.namespace else self.name
 
     @property
     def is_guarded(self) -> bool:
@@ -170,6 +178,8 @@ def declare(
         raise RegistrationError(
             f"task {name!r}: a lock that is a number is one lock; give it a name to use max_concurrent or key"
         )
+    if isinstance(lock, str) and SEPARATOR in lock and key is not None:
+        raise RegistrationError(f"task {name!r}: a lock with a key must not have chr(31) in its name, which parts them")
     try:
         if schedule is not None:
             Schedule.parse(schedule, timezone)
@@ -206,6 +216,7 @@ def declare(
         key=task_key,
         max_concurrent=max_concurrent,
         min_interval=task_interval,
+        namespace=settings.namespace,
     )
 
 

@@ -304,20 +304,22 @@ async def test_an_error_with_an_odd_sqlstate_is_recorded(make_cron: Make, db: Db
 
 @pytest.mark.parametrize("is_forwarded", [True, False], ids=["the answer is lost", "the message is lost"])
 @pytest.mark.parametrize("record", ["running", "skipped", "failed"])
+@pytest.mark.parametrize("slots", [1, 2])
 async def test_a_record_whose_connection_breaks_is_written_once(
-    make_proxied: Make, proxy: Proxy, db: Db, database_url: str, record: str, is_forwarded: bool
+    make_proxied: Make, proxy: Proxy, db: Db, database_url: str, record: str, is_forwarded: bool, slots: int
 ) -> None:
     cron = make_proxied(record_pool_size=1)
     ran: list[int] = []
 
-    @cron.task("once")
+    @cron.task("once", max_concurrent=slots)
     async def once(run: Run) -> None:
         ran.append(run.id)
         if record == "failed":
             raise ValueError("no")
 
     needle = b'"status":"failed"' if record == "failed" else b'"nonce":"'
-    async with cron, held(database_url, "once" if record == "skipped" else "nothing"):
+    names = ("once", "once#2") if record == "skipped" else ("nothing", "at all")
+    async with cron, held(database_url, names[0]), held(database_url, names[1]):
         await (await cron.open()).readiness.require()
         cut = proxy.cut_at(needle, is_forwarded=is_forwarded)
         outcome = await cron.run("once")
@@ -326,6 +328,7 @@ async def test_a_record_whose_connection_breaks_is_written_once(
     assert outcome.status == expected
     assert value(db, "SELECT count(*) FROM cronlock.run") == 1
     assert db.execute("SELECT id, status FROM cronlock.run").fetchone() == (outcome.run_id, expected)
+    assert value(db, "SELECT attempt FROM cronlock.run") == 1
     assert len(ran) == (0 if record == "skipped" else 1)
 
 

@@ -25,6 +25,15 @@ def run(
         str | None,
         typer.Option(metavar="JSON", help="The payload, a JSON object; - reads it from stdin.", show_default=False),
     ] = None,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(
+            "--idempotency-key",
+            metavar="KEY",
+            help="Names an occurrence: one that has completed is skipped.",
+            show_default=False,
+        ),
+    ] = None,
     fails_on_skip: Annotated[
         bool, typer.Option("--fail-on-skip", metavar="", help="Exit with 6 if it was skipped (0 otherwise).")
     ] = False,
@@ -45,19 +54,29 @@ def run(
         raise typer.BadParameter("name the app and the task, such as: cronlock run main:cron sync-inventory")
     reference = require_app(app)
     from cronlock import jsontext, logs
+    from cronlock.gate import occurrence_fault
     from cronlock.loading import load
 
     text = sys.stdin.buffer.read() if payload == "-" else (payload or "").encode()
     cron = load(reference)
     cron.tasks.get(task)
     given = jsontext.parse_object(text)
+    if idempotency_key is not None and (fault := occurrence_fault(idempotency_key)):
+        raise typer.BadParameter(f"the key {fault}", param_hint="--idempotency-key")
     logs.configure("text" if sys.stderr.isatty() else cron.settings.log_format, cron.settings.scrub)
     with asyncio.Runner() as runner:
-        code = runner.run(call(cron, task, given, fails_on_skip, is_json))
+        code = runner.run(call(cron, task, given, idempotency_key, fails_on_skip, is_json))
     raise typer.Exit(code)
 
 
-async def call(cron: "Cronlock", name: str, payload: dict[str, Any], fails_on_skip: bool, is_json: bool) -> int:
+async def call(
+    cron: "Cronlock",
+    name: str,
+    payload: dict[str, Any],
+    idempotency_key: str | None,
+    fails_on_skip: bool,
+    is_json: bool,
+) -> int:
     """Run the task, print the answer, give the exit code; a signal cancels the run."""
     from cronlock import serving
     from cronlock.execution import Stop
@@ -67,7 +86,9 @@ async def call(cron: "Cronlock", name: str, payload: dict[str, Any], fails_on_sk
     by = connecting.operator()
     async with serving.unbound_threads():
         process = await cron.open()
-        calling = asyncio.ensure_future(cron.start_call(task, validated, trigger="manual", caller=by))
+        calling = asyncio.ensure_future(
+            cron.start_call(task, validated, trigger="manual", caller=by, occurrence=idempotency_key)
+        )
         asked: list[signal.Signals] = []
 
         def stop(sig: signal.Signals) -> None:

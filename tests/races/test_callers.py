@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -213,6 +214,37 @@ async def test_those_who_joined_a_leader_that_has_gone_go_to_a_new_attempt(make_
         assert (await calls[1]).status == "completed"
         await until(lambda: rows(db, "first") == [("cancelled", None)], "the leader's row is ended")
     assert ran == ["second", "second"]
+
+
+async def test_a_call_never_runs_on_the_connection_that_was_opened_for_another_task(make_cron: Make, db: Db) -> None:
+    """The first caller goes while a connection is waited for; who joined has another kind of task and other limits."""
+    cron = make_cron(pool_size=1)
+    running, go = asyncio.Event(), asyncio.Event()
+
+    async def busy(run: Run) -> None:
+        running.set()
+        await go.wait()
+
+    def plain(run: Run) -> list[Any]:
+        return list(run.driver.execute("SELECT current_setting('application_name')").fetchone())
+
+    cron.task("busy")(busy)
+    cron.task("first", lock="shared", timeout="1s")(busy)
+    cron.task("second", lock="shared", timeout="50s")(plain)
+    async with cron:
+        keeping = asyncio.create_task(cron.run("busy"))
+        await running.wait()
+        calls = [asyncio.create_task(cron.run(name)) for name in ("first", "second")]
+        process = await cron.open()
+        await until(lambda: process.database.runs.get_stats()["requests_waiting"], "a connection is waited for")
+        calls[0].cancel()
+        await asyncio.wait(calls[:1])
+        go.set()
+        assert (await keeping).status == "completed"
+        outcome = await calls[1]
+    assert outcome.failure is None
+    assert outcome.result == '["cronlock:second"]'
+    assert rows(db, "first") == []
 
 
 async def test_runs_of_different_locks_do_not_wait_for_each_other(make_cron: Make, db: Db) -> None:

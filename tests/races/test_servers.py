@@ -63,6 +63,36 @@ async def test_four_hundred_calls_on_four_servers_lose_no_count(servers: list[st
     assert advisory_locks(db) == 0
 
 
+@pytest.mark.parametrize(("task", "slots"), [("slots", 3), ("slots-of-tenant", 2)])
+async def test_four_servers_use_every_slot_and_never_one_more(
+    servers: list[str], db: Db, task: str, slots: int
+) -> None:
+    db.execute("CREATE TABLE inside (id bigint, task text, key text)")
+    statuses: Counter[str] = Counter()
+    most: list[int] = []
+
+    async def caller(client: httpx2.AsyncClient, number: int) -> None:
+        for turn in range(8):
+            url = f"{servers[(number + turn) % 4]}/cron/{task}?tenant={number % 2}"
+            body = (await client.post(url, headers=AUTH)).json()
+            statuses[body["status"]] += 1
+            if body["status"] == "completed":
+                most.append(body["result"])
+
+    async with httpx2.AsyncClient(timeout=60) as client:
+        await asyncio.gather(*(caller(client, number) for number in range(40)))
+    assert statuses.total() == 320
+    assert statuses.keys() <= {"completed", "skipped"}
+    assert max(most) == slots
+    overlapping = """SELECT max((SELECT count(*) FROM cronlock.run b WHERE b.status = 'completed'
+            AND b.key IS NOT DISTINCT FROM a.key AND b.started_at <= a.started_at AND b.finished_at > a.started_at))
+        FROM cronlock.run a WHERE a.status = 'completed'"""
+    assert value(db, overlapping) == slots
+    by_slot = db.execute("SELECT lock_key, count(*) FROM cronlock.run WHERE status = 'completed' GROUP BY 1").fetchall()
+    assert len(by_slot) == (slots if task == "slots" else 2 * slots), "each slot of each lock was used"
+    assert advisory_locks(db) == 0
+
+
 STARTER = """
 import asyncio, json, sys
 from tests.races.counting import cron
@@ -100,7 +130,12 @@ async def test_twelve_processes_that_start_together_all_start(db: Db, database_u
     told = Counter(output.decode().strip() for output, _ in answers)
     assert told.keys() <= {'["completed", null]', '["skipped", "already_running"]'}
     assert value(db, "SELECT n FROM counter") == told['["completed", null]'] >= 1
-    assert db.execute("SELECT name FROM cronlock.task ORDER BY 1").fetchall() == [("awaiting",), ("plain",)]
+    assert db.execute("SELECT name FROM cronlock.task ORDER BY 1").fetchall() == [
+        ("awaiting",),
+        ("plain",),
+        ("slots",),
+        ("slots-of-tenant",),
+    ]
 
 
 def test_a_forked_process_gives_its_records_other_nonces() -> None:
