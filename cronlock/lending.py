@@ -166,6 +166,8 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
     async def close(self) -> None:
         if self.closing:
             return
+        if self.closed:  # by the server: SQLAlchemy closes what a statement found broken
+            return
         if (lending := self.lent()) and lending is not OVER:  # the pools' own threads close what is idle
             raise lending.refuse("close()")
         await super().close()
@@ -216,6 +218,8 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
 
     def close(self) -> None:
         if self.closing:
+            return
+        if self.closed:  # by the server: SQLAlchemy closes what a statement found broken
             return
         if (lending := self.lent()) and lending is not OVER:  # the pools' own threads close what is idle
             raise lending.refuse("close()")

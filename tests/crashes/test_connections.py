@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from psycopg.conninfo import conninfo_to_dict
+from sqlalchemy import text
 
 from cronlock import Cronlock, Run, closing
 from tests import Db, Make, Steps, held, serving, task_of, until
@@ -73,6 +74,26 @@ def end_backend(db: Db) -> None:
         " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
         " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
     )
+
+
+@kinds
+async def test_a_statement_of_sqlalchemy_that_finds_the_connection_broken_logs_no_traceback(
+    make_cron: Make, db: Db, is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cron = make_cron()
+
+    def slow(run: Run) -> Steps:
+        yield run.connection.execute(text("SELECT pg_sleep(30)"))
+
+    cron.task("slow")(task_of(slow, is_async))
+    async with cron:
+        asked = asyncio.create_task(cron.run("slow"))
+        await until(lambda: locks(db), "the lock is held")
+        await asyncio.sleep(0.3)  # the statement runs
+        end_backend(db)
+        outcome = await asked
+    assert outcome.status == "lost"
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("sqlalchemy")] == []
 
 
 @kinds
