@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from cronlock.config import Settings, parse_duration
+from cronlock.config import LONGEST_TIMEOUT, Settings, parse_duration
 from cronlock.errors import ConfigError, PayloadInvalid, RegistrationError, UnknownTask
 from cronlock.keys import Key
 from cronlock.schedule import Schedule
@@ -185,11 +185,11 @@ def declare(
             Schedule.parse(schedule, timezone)
         task_key = None if key is None else Key.parse(key)
         task_interval = (
-            None if min_interval is None else parse_duration(min_interval, longest=settings.retention_completed)
+            None if min_interval is None else span("min_interval", min_interval, settings.retention_completed)
         )
         usual = None if mode == "guard" else settings.timeout
-        task_timeout = usual if timeout is None else parse_duration(timeout)
-        task_acquire = settings.acquire_timeout if acquire_timeout is None else parse_duration(acquire_timeout)
+        task_timeout = usual if timeout is None else span("timeout", timeout)
+        task_acquire = settings.acquire_timeout if acquire_timeout is None else span("acquire_timeout", acquire_timeout)
     except (ConfigError, ValueError) as error:
         raise RegistrationError(f"task {name!r}: {error}") from None
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -218,6 +218,14 @@ def declare(
         min_interval=task_interval,
         namespace=settings.namespace,
     )
+
+
+def span(option: str, given: str | float | timedelta, longest: timedelta = LONGEST_TIMEOUT) -> timedelta:
+    """A duration that the decorator was given; raises ValueError with the name of the option."""
+    try:
+        return parse_duration(given, longest=longest)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def refuse_unknown_fields(task: str, key: Key, model: Any) -> None:

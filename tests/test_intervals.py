@@ -24,7 +24,7 @@ async def nothing(run: Run) -> None: ...
 def test_an_interval_that_is_none_or_longer_than_completed_runs_are_kept_is_refused(
     make_cron: Make, interval: Any
 ) -> None:
-    with pytest.raises(RegistrationError, match="'nightly'"):
+    with pytest.raises(RegistrationError, match="'nightly': min_interval: "):
         make_cron().task("nightly", min_interval=interval)(nothing)
 
 
