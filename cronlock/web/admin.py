@@ -23,7 +23,7 @@ from cronlock.tasks import NAME
 from cronlock.web import answers
 from cronlock.web.answers import Answer, plain
 from cronlock.web.auth import MISMATCH, Bearer, authorization, report
-from cronlock.web.body import TooLarge, read_object
+from cronlock.web.body import TooLarge, has_body, is_json, read_object
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -312,6 +312,8 @@ class AdminEndpoint:
             accept=fields.get(b"accept", b"").decode("latin-1"),
         )
         if way.method == "POST":
+            if has_body(fields) and not is_json(fields.get(b"content-type", b"")):
+                raise Wrong(400, "the body is not JSON by its Content-Type; send Content-Type: application/json")
             body = known(await read_object(fields, receive, self._max_body), way.body, "body")
             asked = replace(asked, body=body)
         return await way.does(asked)

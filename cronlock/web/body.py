@@ -34,6 +34,11 @@ async def read_object(fields: dict[bytes, bytes], receive: Receive, max_body: in
             return jsontext.parse_object(b"".join(chunks))
 
 
+def has_body(fields: dict[bytes, bytes]) -> bool:
+    """Whether a request announces a body: by a length, or by sending it in chunks."""
+    return fields.get(b"content-length", b"0").strip(b"0") != b"" or b"transfer-encoding" in fields
+
+
 def is_json(content_type: bytes) -> bool:
     """application/json and its relatives, such as application/cloudevents+json."""
     kind = content_type.partition(b";")[0].strip().lower()

@@ -234,6 +234,17 @@ async def test_a_change_that_cannot_be_read_answers_4xx_and_changes_nothing(
     assert value(db, "SELECT count(*) FROM cronlock.task WHERE paused_at IS NOT NULL") == 0
 
 
+@pytest.mark.parametrize("sent", ["application/x-www-form-urlencoded", "text/plain", ""])
+async def test_a_change_whose_body_is_of_another_content_type_is_refused_and_not_done_without_it(
+    cron: Cronlock, db: Db, sent: str
+) -> None:
+    async with operating(cron) as client:
+        said = b'{"by": "ana", "reason": "the supplier is down"}'
+        answer = await client.post("/admin/tasks/nightly/pause", content=said, headers={"content-type": sent})
+    assert (answer.status_code, "Content-Type: application/json" in answer.json()["reason"]) == (400, True)
+    assert value(db, "SELECT count(*) FROM cronlock.task WHERE paused_at IS NOT NULL") == 0
+
+
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
