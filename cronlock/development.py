@@ -23,6 +23,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+from urllib.parse import quote
 
 import uvicorn
 from psycopg import sql
@@ -35,6 +36,7 @@ from cronlock.embedded import Embedded, default_directory, find_binaries
 from cronlock.errors import CronlockError
 from cronlock.loading import load
 from cronlock.migrate import migrate
+from cronlock.tasks import Task
 
 HOST = "127.0.0.1"
 PORTS = range(8000, 8100)
@@ -187,7 +189,8 @@ def banner(app: str, cron: Cronlock, url: str, origin: Origin) -> str:
     """What is served, and what to try."""
     secret = os.environ["CRON_SECRET"].split(",")[0].strip()
     header = f"'Authorization: Bearer {secret}'" if origin.is_secret_made else '"Authorization: Bearer $CRON_SECRET"'
-    calls = [f"curl -sS -w '\\n' -H {header} {url}/cron/{task.name}" for task in cron.tasks]
+    tasks = list(cron.tasks)
+    calls = [f"curl -sS -w '\\n' -H {header} {shlex.quote(address(url, task))}" for task in tasks]
     lines = [f"cronlock dev serves {app} at {url}", f"  {origin.database}"]
     if origin.is_secret_made:
         lines.append(f"  CRON_SECRET was not set; for this start it is {secret}")
@@ -195,12 +198,19 @@ def banner(app: str, cron: Cronlock, url: str, origin: Origin) -> str:
         lines += ["", f"{app} has no tasks yet: put @cron.task('my-task') over a function that takes (run)"]
         return "\n".join(["", *lines, ""])
     lines += ["", "Call a task:", *(f"  {call}" for call in calls[:SHOWN_TASKS])]
-    lines += ["", "Call it twice at once; the second is skipped, and told which run holds the lock:"]
-    lines += [f"  {calls[0]} & sleep 1; {calls[0]}; wait"]
+    if twice := next((call for task, call in zip(tasks, calls, strict=True) if task.max_concurrent == 1), None):
+        lines += ["", "Call it twice at once; the second is skipped, and told which run holds the lock:"]
+        lines += [f"  {twice} & sleep 1; {twice}; wait"]
     lines += ["", "See who holds the lock meanwhile, and afterwards what happened:"]
     lines += [f"  {line}" for line in looks(cron.settings, origin)]
     lines += ["", "Ctrl-C ends everything. Your own tasks: cronlock dev main:cron"]
     return "\n".join(["", *lines, ""])
+
+
+def address(url: str, task: Task) -> str:
+    """Where a task is called, with something for each field that its payload must have."""
+    query = "&".join(f"{quote(field)}=1" for field in task.required_fields)
+    return f"{url}/cron/{task.name}" + (f"?{query}" if query else "")
 
 
 def looks(settings: Settings, origin: Origin) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-from pydantic import BaseModel, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from cronlock.config import LONGEST_TIMEOUT, Settings, parse_duration
 from cronlock.errors import ConfigError, PayloadInvalid, RegistrationError, UnknownTask
@@ -66,6 +66,17 @@ class Task:
     def is_guarded(self) -> bool:
         """Whether the lock has a transaction of its own, and the task opens its own."""
         return self.mode == "guard"
+
+    @property
+    def required_fields(self) -> list[str]:
+        """The fields that a payload must have, by the task's model or, without one, by its key."""
+        try:
+            schema = {} if self.payload_type is None else self.payload_type.json_schema()
+        except PydanticUserError:  # a type that JSON's schema has no word for
+            schema = {}
+        if "properties" in schema:
+            return list(schema.get("required", ()))
+        return list(self.key.fields) if self.key else []
 
     def validate(self, payload: dict[str, Any]) -> Any:
         """The payload as the task's annotated type, or as it is where there is none.

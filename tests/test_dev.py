@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -15,9 +16,12 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from pydantic import BaseModel
 
+from cronlock import Run, development
 from cronlock.binaries import Account, is_reachable
-from tests import SECRET
+from cronlock.development import Origin
+from tests import SECRET, Make, serving
 from tests.commands import APP, Running, cronlock, descendants, environment, is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -186,3 +190,34 @@ def test_what_runs_has_three_seconds_when_it_ends(place: Path, database_url: str
         running.send_all(signal.SIGINT)
         assert running.ends() == 0
         assert json.loads(call.communicate()[0])["status"] == "completed"
+
+
+class Refresh(BaseModel):
+    tenant: str
+    days: int
+    region: str = "eu"
+
+
+@pytest.mark.anyio
+async def test_the_printed_calls_carry_what_each_task_must_be_sent_and_the_pair_is_of_one_that_skips(
+    make_cron: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CRON_SECRET", SECRET)
+    cron = make_cron()
+
+    @cron.task("slots", max_concurrent=3)
+    async def slots(run: Run) -> None: ...
+
+    @cron.task("refresh", key="{region}/{tenant}")
+    async def refresh(run: Run, refresh: Refresh) -> None: ...
+
+    @cron.task("plain", key="{tenant}")
+    async def plain(run: Run, payload: dict[str, str]) -> None: ...
+
+    said = development.banner("main:cron", cron, "http://test", Origin("a database", False, False))
+    printed = [shlex.split(line)[-1] for line in lines(said, "curl") if " & " not in line]
+    assert [url.partition("/cron/")[2] for url in printed] == ["slots", "refresh?tenant=1&days=1", "plain?tenant=1"]
+    async with serving(cron.app()) as client:
+        assert [(await client.get(url)).json()["status"] for url in printed] == ["completed"] * 3
+    (pair,) = [line for line in lines(said, "curl") if " sleep 1; " in line]
+    assert "/cron/refresh" in pair

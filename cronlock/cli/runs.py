@@ -144,7 +144,7 @@ def cancel(
     ] = False,
     is_json: Json = False,
 ) -> None:
-    """Cancel a run: its process stops it within a second, and rolls back what it wrote.
+    """Cancel a run: its process stops it within a second, and rolls back what it wrote (in guard mode that stays).
 
     Waits 5 seconds and says what became of it; exits with 1 if it still runs.
 
