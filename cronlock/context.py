@@ -74,10 +74,11 @@ class Run:
         """An idempotency key for what the run does outside, as a UUID: send it with the request named `name`.
 
         It is the same in every run of the same occurrence, so that a retry is known for what it is. A run without an
-        occurrence has its own. `name` tells the effects of one run apart, such as `f"charge:{invoice}"`.
+        occurrence has its own. `name` tells the effects of one run apart, such as `f"charge:{invoice}"`. Two
+        installations that send to one account elsewhere need a namespace each, which is part of it.
         """
         of = ("occurrence", self.occurrence) if self.occurrence is not None else ("run", self._execution.call.nonce)
-        return str(uuid5(EFFECTS, "\x1f".join((self.task, *of, name))))
+        return str(uuid5(EFFECTS, "\x1f".join((self._execution.call.task.full_name, *of, name))))
 
     @property
     def connection(self) -> Any:
