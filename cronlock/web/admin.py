@@ -5,7 +5,6 @@ secret is right. What they read goes over the connections of the `Inspector`, ne
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,7 +133,7 @@ async def list_runs(asked: Asked) -> Answer:
 async def read_run(asked: Asked) -> Answer:
     """Everything about a run."""
     row = explain.document(await run_of(asked))
-    return document(200, run={**row, "result": result_of(row["result"])})
+    return document(200, run={**row, "result": documents.result_of(row["result"])})
 
 
 async def run_of(asked: Asked) -> stats.Row:
@@ -143,14 +142,6 @@ async def run_of(asked: Asked) -> stats.Row:
     if row is None:
         raise Wrong(404, f"there is no run {asked.run_id}")
     return row
-
-
-def result_of(text: str | None) -> Any:
-    """A result as JSON; as text if somebody wrote something else by hand."""
-    try:
-        return None if text is None else json.loads(text)
-    except ValueError:
-        return text
 
 
 async def cancel_run(asked: Asked) -> Answer:

@@ -36,7 +36,7 @@ def cron(make_cron: Make) -> Cronlock:
 
     @cron.task("nightly")
     async def nightly(run: Run) -> dict[str, int]:
-        return {"rows": 4211}
+        return {"rows_read": 4211}
 
     @cron.task("failing")
     async def failing(run: Run) -> None:
@@ -257,7 +257,7 @@ async def test_one_run_is_shown_with_everything_about_it(cron: Cronlock, db: Db)
         ran = (await client.get("/cron/nightly", headers=bearer(SECRET))).json()["runId"]
         failed = (await client.get("/cron/failing", headers=bearer(SECRET))).json()["runId"]
         run = (await client.get(f"/admin/runs/{ran}")).json()["run"]
-        assert (run["runId"], run["result"], run["code"]) == (ran, {"rows": 4211}, "completed")
+        assert (run["runId"], run["result"], run["code"]) == (ran, {"rows_read": 4211}, "completed")
         run = (await client.get(f"/admin/runs/{failed}/")).json()["run"]
         assert run["errorTraceback"].startswith("Traceback")
         assert run["explanation"] == "failed: ValueError: no such supplier; what it wrote was rolled back"
