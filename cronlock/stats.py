@@ -226,7 +226,8 @@ SELECT 'prepared', max(age(p.transaction))::float8 FROM pg_prepared_xacts p
 }
 """What /metrics reads, all in one message."""
 
-GAUGES_TIMEOUT = "2s"
+GAUGES_TIMEOUT = 2000
+"""Milliseconds for all of them together."""
 LOCKS_AT_ONCE = 1000
 
 
@@ -277,15 +278,21 @@ def locks(connection: Connection, schema: str, *, limit: int = LOCKS_AT_ONCE) ->
 
 def gauges(connection: Connection, schema: str) -> dict[str, list[Row]]:
     """What the database says for the metrics, by the names of `GAUGES`: one message, two seconds at most."""
-    texts = [
+    # PostgreSQL gives the timeout to each statement of a message anew: each gets what is left.
+    left = sql.SQL(
+        "SELECT pg_catalog.set_config('statement_timeout', greatest(1, {} - (1000 * extract(epoch FROM"
+        " clock_timestamp() - now()))::integer)::text, true)"
+    ).format(GAUGES_TIMEOUT)
+    texts: list[sql.Composable] = [
         sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"),
         sql.SQL(
             "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),"
-            " pg_catalog.set_config('statement_timeout', {}, true), pg_catalog.set_config('lock_timeout', '1s', true)"
-        ).format(GAUGES_TIMEOUT),
-        *(sql.SQL(text).format(**names_of(schema)) for text in GAUGES.values()),
-        sql.SQL("COMMIT"),
+            " pg_catalog.set_config('lock_timeout', '1s', true)"
+        ),
     ]
+    for text in GAUGES.values():
+        texts += (left, sql.SQL(text).format(**names_of(schema)))
+    texts.append(sql.SQL("COMMIT"))
     cursor = psycopg.ClientCursor(connection, row_factory=dict_row)
     try:
         cursor.execute(sql.SQL("; ").join(texts))
@@ -296,6 +303,7 @@ def gauges(connection: Connection, schema: str) -> dict[str, list[Row]]:
     cursor.nextset()
     found: dict[str, list[Row]] = {}
     for name in GAUGES:
+        cursor.nextset()
         cursor.nextset()
         found[name] = cursor.fetchall()
     return found
