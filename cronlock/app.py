@@ -366,8 +366,9 @@ class Process:
         """Drain, then close everything."""
         await self.drain(timeout)
         if self._timer is not None:
-            self._timer.cancel()
-            await asyncio.wait((self._timer,))
+            while not self._timer.done():  # Python 3.11 loses a cancellation that comes with what was waited for
+                self._timer.cancel()
+                await asyncio.wait((self._timer,), timeout=1)
         await self.inspector.close()
         await self.runner.spawn(self.database.close())
 
