@@ -38,11 +38,16 @@ async def recover(database: Database, statements: runs.Statements) -> list[Row]:
     """Close every lost run; gives (id, task, host, pid, started_at, finished_at) of each."""
     rows = await transact(database, statements.fill(runs.RECOVER))
     for run_id, task, host, pid, *_ in rows:
-        log.error(
-            "%s was lost: process %s on %s was gone before it said how the run ended", task, pid, host,
-            extra={"event": "run.lost", "task": task, "runId": run_id, "status": "lost", "code": "process_gone"},
-        )  # fmt: skip
+        tell_lost(run_id, task, host, pid)
     return rows
+
+
+def tell_lost(run_id: int, task: str, host: str, pid: int) -> None:
+    """The line of a run that was found lost."""
+    log.error(
+        "%s was lost: process %s on %s was gone before it said how the run ended", task, pid, host,
+        extra={"event": "run.lost", "task": task, "runId": run_id, "status": "lost", "code": "process_gone"},
+    )  # fmt: skip
 
 
 async def prune(database: Database, statements: runs.Statements, after: int = 0) -> tuple[int, int | None]:

@@ -18,6 +18,7 @@ from cronlock.inspecting import Inspector
 from cronlock.jsontext import clip
 from cronlock.metrics import Metrics
 from cronlock.models import RUN_STATUSES
+from cronlock.recovery import tell_lost
 from cronlock.tasks import NAME
 from cronlock.web import answers
 from cronlock.web.answers import Answer, plain
@@ -158,7 +159,9 @@ async def cancel_run(asked: Asked) -> Answer:
         was_ended = await asked.inspector.ask(steering.terminate, asked.run_id)
         row = await ended(asked, CANCEL_WAIT)
         if row["status"] == "running":  # nobody is there any more to say how it ended
-            await asked.inspector.ask(steering.recover)
+            for lost in await asked.inspector.ask(steering.recover):
+                tell_lost(lost["id"], lost["task"], lost["host"], lost["pid"])
+                asked.metrics.recovered()
             row = await run_of(asked)
     why = explain.explain(row)
     return document(
