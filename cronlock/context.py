@@ -77,7 +77,7 @@ class Run:
         occurrence has its own. `name` tells the effects of one run apart, such as `f"charge:{invoice}"`.
         """
         of = ("occurrence", self.occurrence) if self.occurrence is not None else ("run", self._execution.call.nonce)
-        return str(uuid5(EFFECTS, "\x1f".join((self.task, *of, name))))
+        return str(uuid5(EFFECTS, "\x1f".join((self._execution.task.full_name, *of, name))))
 
     @property
     def connection(self) -> Any:

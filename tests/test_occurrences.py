@@ -567,6 +567,7 @@ async def test_effect_keys_are_the_same_for_an_occurrence_and_differ_else(make_c
     first, second = await calls(make_cron()), await calls(make_cron())
     assert len(set(first)) == 8
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False] * 2
+    assert not {*first} & {*await calls(make_cron(namespace="staging"))}
 
 
 def test_an_effect_key_is_the_same_in_every_process_and_version(db: Db, database_url: str, tmp_path: Path) -> None:
