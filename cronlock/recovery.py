@@ -101,11 +101,11 @@ class Timer:
         await self._readiness.look()
         lost = await recover(self._database, statements)
         self._runner.metrics.recovered(len(lost))
-        await self._tell_blocked()
         names = list(self._runner.attempts.lock_keys)
         usual = await transact(self._database, statements.fill(runs.USUAL, names=names)) if names else []
         self._runner.attempts.skips.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
         await self._prune()
+        await self._tell_blocked()
 
     async def _tell_blocked(self) -> None:
         """Say which tasks one and the same holder keeps from running, as far as they are this process's."""

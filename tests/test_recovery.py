@@ -159,7 +159,7 @@ async def test_the_timer_goes_on_with_its_walk_and_rests_at_its_end(
 
 
 async def test_a_close_ends_the_timer_in_the_moment_in_which_it_gets_its_connection(make_cron: Make) -> None:
-    """Up to Python 3.11 asyncio.wait_for, by which the pool waits, gives the connection and forgets the cancellation."""
+    """In Python 3.11 asyncio.wait_for, by which a pool waits, gives the connection and forgets the cancellation."""
     cron = make_cron(recover_interval="1h", record_pool_size=1)
     process = await cron.open()
     async with process.database.recording():
