@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,37 @@ def test_threads_of_a_script_never_open_it_twice(cron: Cronlock) -> None:
     with ThreadPoolExecutor(4) as threads:
         statuses = set(threads.map(call, range(4)))
     assert statuses <= {"completed", "skipped"}
+    assert cron._process is None
+
+
+def test_a_thread_that_joins_the_call_of_another_is_not_left_behind(
+    make_cron: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cron = make_cron()
+    running, joining = threading.Event(), threading.Event()
+
+    @cron.task("first")
+    async def first(run: Run) -> None:
+        running.set()
+        while not joining.is_set():
+            await asyncio.sleep(0.01)
+
+    @cron.task("second")
+    async def second(run: Run) -> None: ...
+
+    submit = asyncio.run_coroutine_threadsafe
+
+    def late(*arguments: Any) -> Any:
+        joining.set()
+        time.sleep(0.5)  # in which the first call ends
+        return submit(*arguments)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", late)
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(cron.run_sync, "first")
+        assert running.wait(10)
+        two = threads.submit(cron.run_sync, "second")
+        assert (two.result(10).status, one.result(10).status) == ("completed", "completed")
     assert cron._process is None
 
 
