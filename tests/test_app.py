@@ -18,7 +18,7 @@ from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
 from cronlock import ConfigError, Cronlock, CronlockError, Outcome, PayloadInvalid, Run, UnknownTask
-from tests import AUTH, Db, Make, rows, until, value
+from tests import AUTH, Db, Make, rows, value
 from tests.commands import environment
 
 pytestmark = pytest.mark.anyio
