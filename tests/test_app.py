@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
 from cronlock import ConfigError, Cronlock, CronlockError, Outcome, PayloadInvalid, Run, UnknownTask
-from tests import AUTH, Db, Make, rows, until, value
+from tests import AUTH, Db, Make, rows, value
 from tests.commands import environment
 
 pytestmark = pytest.mark.anyio
@@ -178,13 +178,20 @@ def test_routes_threads_and_background_tasks_of_a_web_application_run_tasks(cron
 
 
 async def test_a_caller_that_is_cancelled_does_not_stop_the_run(cron: Cronlock, db: Db) -> None:
+    entered = asyncio.Event()
+
+    @cron.task("entered")
+    async def enter(run: Run) -> None:
+        entered.set()
+        await asyncio.sleep(0.2)
+
     async with cron:
-        calling = asyncio.ensure_future(cron.run("slow"))
-        await until(lambda: rows(db, "slow"), "the run began")
+        calling = asyncio.ensure_future(cron.run("entered"))
+        await entered.wait()
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await calling
-    assert rows(db, "slow") == [("completed", None)]
+    assert rows(db, "entered") == [("completed", None)]
 
 
 async def test_another_event_loop_is_told_how_to_call(cron: Cronlock) -> None:
