@@ -50,6 +50,7 @@ class Cronlock:
         self._process: Process | None = None
         self._starting: asyncio.Lock | None = None
         self._alone = threading.Lock()
+        self._joining = threading.Lock()
 
     def task(
         self,
@@ -138,18 +139,36 @@ class Cronlock:
         """
         if is_in_loop():
             raise CronlockError(f"run_sync({name!r}) would block the event loop: await cron.run({name!r}) here")
-        process = self._process
+        with self._joining:
+            if (process := self._process) is not None:
+                process.require_loop()
+                process.joined += 1
         if process is not None:
-            process.require_loop()
-            running = self.run(name, payload, idempotency_key=idempotency_key)
-            return asyncio.run_coroutine_threadsafe(running, process.loop).result()
+            try:
+                running = self.run(name, payload, idempotency_key=idempotency_key)
+                return asyncio.run_coroutine_threadsafe(running, process.loop).result()
+            finally:
+                with self._joining:
+                    process.joined -= 1
 
         async def alone() -> Outcome:
-            async with self:
+            process = await self.open()
+            try:
                 return await self.run(name, payload, idempotency_key=idempotency_key)
+            finally:
+                while not self._leave(process):
+                    await asyncio.sleep(0.01)
+                await process.close()
 
         with self._alone:
             return asyncio.run(alone())
+
+    def _leave(self, process: "Process") -> bool:
+        """Let no thread join this process from now on; False while one still has a call there."""
+        with self._joining:
+            if is_left := not process.joined:
+                self._process = self._starting = None
+            return is_left
 
     async def start_call(
         self,
@@ -333,6 +352,8 @@ class Process:
         self.readiness = Readiness(self.database, self.runner, tasks)
         self.inspector = Inspector(settings)
         self._timer: asyncio.Task[None] | None = None
+        self.joined = 0
+        """How many calls of other threads `run_sync` has in this process's loop."""
 
     async def open(self) -> None:
         """Start the pools and the timer; an unreachable database is no error here."""
@@ -366,8 +387,9 @@ class Process:
         """Drain, then close everything."""
         await self.drain(timeout)
         if self._timer is not None:
-            self._timer.cancel()
-            await asyncio.wait((self._timer,))
+            while not self._timer.done():  # Python 3.11 loses a cancellation that comes with what was waited for
+                self._timer.cancel()
+                await asyncio.wait((self._timer,), timeout=1)
         await self.inspector.close()
         await self.runner.spawn(self.database.close())
 

@@ -105,8 +105,10 @@ class Attempts:
             call.renew()
             if gate.is_full and not call.is_asked_first:
                 return await self.skips.by_memory(call, gate.running[0], until)
+            # A task that was registered late has no keys yet; an attempt finds them.
+            can_be_seen = call.is_checked or bool(gate.lock_keys)
             is_asked = gate.is_contended or call.is_asked_first or call.task.name in self.skips.paused
-            if is_asked and (outcome := await self.skips.ask(call, gate.lock_keys, until)) is not None:
+            if can_be_seen and is_asked and (outcome := await self.skips.ask(call, gate.lock_keys, until)) is not None:
                 return outcome
             gate.join(call)
             if gate.attempts is None:

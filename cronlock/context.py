@@ -78,7 +78,7 @@ class Run:
         installations that send to one account elsewhere need a namespace each, which is part of it.
         """
         of = ("occurrence", self.occurrence) if self.occurrence is not None else ("run", self._execution.call.nonce)
-        return str(uuid5(EFFECTS, "\x1f".join((self._execution.call.task.full_name, *of, name))))
+        return str(uuid5(EFFECTS, "\x1f".join((self._execution.task.full_name, *of, name))))
 
     @property
     def connection(self) -> Any:

@@ -6,7 +6,7 @@ Coordination talks psycopg; `seats` has what a run is given of it.
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ from cronlock.wire import Row
 T = TypeVar("T")
 RECONNECT_TIMEOUT = 4.0
 """Seconds after which a pool begins anew to connect: its pauses double, and a server may have come back in one."""
+
+ROLLBACK_WAIT = 2.0
 
 NETWORK = {
     "connect_timeout": "5",
@@ -209,6 +211,10 @@ class Database:
             yield connection
         except psycopg.errors.ReadOnlySqlTransaction:
             await connection.close()  # a session stays as it was made, though the server may be written to again
+            raise
+        except asyncio.CancelledError:
+            with suppress(psycopg.Error):  # the pool would do it too, and warn
+                await within(ROLLBACK_WAIT, connection, connection.rollback())
             raise
         finally:
             await self.records.putconn(connection)

@@ -2,10 +2,28 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a task returned: the names in it are its own and stay as they are."""
+
+    value: Any
+
+
+def result_of(text: str | None) -> Result | None:
+    """A kept result to be dumped as JSON; as text if somebody wrote something else by hand."""
+    if text is None:
+        return None
+    try:
+        return Result(json.loads(text))
+    except ValueError:
+        return Result(text)
 
 
 def dump(value: Any, *, indent: int | None = None) -> str:
@@ -37,6 +55,8 @@ def plain(value: Any) -> Any:
             return float(value)
         case UUID():
             return str(value)
+        case Result():
+            return value.value
     raise TypeError(f"no JSON for {type(value).__name__}")
 
 

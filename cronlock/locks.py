@@ -84,7 +84,8 @@ class Opening:
     def __init__(self, task: Task, server: Server, guard_ping: timedelta) -> None:
         keys = key_expressions(task)
         taking = sql.SQL("pg_catalog.pg_try_advisory_xact_lock({})")
-        occurrence = sql.SQL("pg_catalog.hashtextextended(pg_catalog.concat({}::pg_catalog.text, {}, {}), 0)").format(
+        # Another seed than that of keys: an occurrence may be named like a tenant.
+        occurrence = sql.SQL("pg_catalog.hashtextextended(pg_catalog.concat({}::pg_catalog.text, {}, {}), 1)").format(
             task.full_name, sql.SQL(SEPARATOR), sql.SQL(OCCURRENCE.decode())
         )
         slots = [sql.SQL("WHEN {} THEN {}").format(taking.format(key), slot) for slot, key in enumerate(keys, 1)]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cronlock.models import RUN_STATUSES, SKIP_REASONS
@@ -224,7 +224,9 @@ class Seen(Collector):
         yield GaugeMetricFamily("cronlock_stopping", "Runs told to stop whose code has not returned.", stopping)
         yield GaugeMetricFamily("cronlock_unclosed", "Runs that lost their lock and are not closed yet.", gone)
         (lost,), (rows,) = cluster["lost"], cluster["rows"]
-        yield GaugeMetricFamily("cronlock_lost_last_day", "Runs that were lost in the last 24 hours.", lost["lost"])
+        yield GaugeMetricFamily(
+            "cronlock_lost_last_day", "Runs lost in the last 24 h, of the newest 10,000 failures.", lost["lost"]
+        )
         yield GaugeMetricFamily("cronlock_run_rows", "Rows of the table run; PostgreSQL's estimate.", rows["rows"])
         yield GaugeMetricFamily("cronlock_run_bytes", "Size of the table run and its indexes.", rows["bytes"])
         xmin = GaugeMetricFamily(

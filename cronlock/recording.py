@@ -31,7 +31,8 @@ log = logging.getLogger("cronlock.recording")
 HEAD = (
     b"BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE;"
     b" SELECT pg_catalog.set_config('synchronous_commit', 'on', true),"
-    b" pg_catalog.set_config('statement_timeout', '10s', true), pg_catalog.set_config('lock_timeout', '2s', true),"
+    # A migration waits for a table 2 s at a time, and keeps all others waiting meanwhile; a record outlasts that.
+    b" pg_catalog.set_config('statement_timeout', '10s', true), pg_catalog.set_config('lock_timeout', '3s', true),"
     b" pg_catalog.set_config('search_path', 'pg_catalog', true),"
     # A plan is kept for as long as its connection, and may have been made when the tables were empty.
     b" pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_hashjoin', 'off', true),"

@@ -38,11 +38,16 @@ async def recover(database: Database, statements: runs.Statements) -> list[Row]:
     """Close every lost run; gives (id, task, host, pid, started_at, finished_at) of each."""
     rows = await transact(database, statements.fill(runs.RECOVER))
     for run_id, task, host, pid, *_ in rows:
-        log.error(
-            "%s was lost: process %s on %s was gone before it said how the run ended", task, pid, host,
-            extra={"event": "run.lost", "task": task, "runId": run_id, "status": "lost", "code": "process_gone"},
-        )  # fmt: skip
+        tell_lost(run_id, task, host, pid)
     return rows
+
+
+def tell_lost(run_id: int, task: str, host: str, pid: int) -> None:
+    """The line of a run that was found lost."""
+    log.error(
+        "%s was lost: process %s on %s was gone before it said how the run ended", task, pid, host,
+        extra={"event": "run.lost", "task": task, "runId": run_id, "status": "lost", "code": "process_gone"},
+    )  # fmt: skip
 
 
 async def prune(database: Database, statements: runs.Statements, after: int = 0) -> tuple[int, int | None]:
@@ -96,11 +101,11 @@ class Timer:
         await self._readiness.look()
         lost = await recover(self._database, statements)
         self._runner.metrics.recovered(len(lost))
-        await self._tell_blocked()
         names = list(self._runner.attempts.lock_keys)
         usual = await transact(self._database, statements.fill(runs.USUAL, names=names)) if names else []
         self._runner.attempts.skips.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
         await self._prune()
+        await self._tell_blocked()
 
     async def _tell_blocked(self) -> None:
         """Say which tasks one and the same holder keeps from running, as far as they are this process's."""

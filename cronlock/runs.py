@@ -297,29 +297,27 @@ old AS MATERIALIZED (
     SELECT d.id, d.status FROM due d LEFT JOIN kept k ON k.task = d.task
      WHERE d.status = 'skipped' OR (d.id < k.last_id AND d.id IS DISTINCT FROM k.good_id))"""
 
-# Its one row: how many were deleted, by status; after which id the next window begins, or NULL where there is none, or
+# The one row: how many rows are gone, by status; after which id the next window begins, or NULL where there is none, or
 # where all that comes is younger than the shortest retention.
+GONE = """
+SELECT (SELECT coalesce(json_object_agg(g.status, g.number), '{{}}')::text
+          FROM (SELECT gone.status, count(*) AS number FROM gone GROUP BY gone.status) g) AS numbers,
+       CASE WHEN count(*) = {window} AND min(s.at) < clock_timestamp() - make_interval(secs => {shortest})
+            THEN max(s.id) END AS after
+  FROM seen s
+"""
+
 PRUNE = f"""{OLD},
 locked AS MATERIALIZED (
     SELECT r.id FROM {{run}} r
      WHERE r.id = ANY (ARRAY(SELECT o.id FROM old o)) FOR UPDATE SKIP LOCKED),
 gone AS (
     DELETE FROM {{run}} r WHERE r.id = ANY (ARRAY(SELECT l.id FROM locked l)) RETURNING r.status)
-SELECT (SELECT coalesce(json_object_agg(g.status, g.number), '{{{{}}}}')::text
-          FROM (SELECT gone.status, count(*) AS number FROM gone GROUP BY gone.status) g) AS numbers,
-       CASE WHEN count(*) = {{window}} AND min(s.at) < clock_timestamp() - make_interval(secs => {{shortest}})
-            THEN max(s.id) END AS after
-  FROM seen s
-"""
+{GONE}"""
 
-PRUNABLE = f"""{OLD}
-SELECT (SELECT coalesce(json_object_agg(g.status, g.number), '{{{{}}}}')::text
-          FROM (SELECT o.status, count(*) AS number FROM old o GROUP BY o.status) g) AS numbers,
-       CASE WHEN count(*) = {{window}} AND min(s.at) < clock_timestamp() - make_interval(secs => {{shortest}})
-            THEN max(s.id) END AS after
-  FROM seen s
-"""
-
+PRUNABLE = f"""{OLD},
+gone AS (SELECT o.status FROM old o)
+{GONE}"""
 
 # A row that says nothing new is left as it is, but for the minute in which the task was seen last.
 REGISTER = """

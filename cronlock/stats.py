@@ -90,42 +90,14 @@ SELECT r.id AS run_id, r.*, {DURATION} AS duration_ms,
  WHERE r.id = {{id}}
 """
 
-LAST = 100
-"""Over how many calls and runs of a task its rates and usual durations are taken, as in the view task_health."""
-
-TASKS = f"""
-SELECT t.name AS task, t.schedule, t.timezone, t.mode, t.lock_name, t.lock_key,
-       t.paused_at, t.paused_by, t.paused_reason,
-       last.id AS last_run_id, last.status AS last_status, last.started_at AS last_started_at,
-       last.finished_at AS last_finished_at, good.finished_at AS last_completed_at, calls.calls,
-       (extract(epoch FROM runs.p50_duration) * 1000)::bigint AS p50_ms,
-       (extract(epoch FROM runs.p95_duration) * 1000)::bigint AS p95_ms,
-       runs.completed::float8 / nullif(runs.runs, 0) AS success_rate,
-       calls.skipped::float8 / nullif(calls.calls, 0) AS skip_rate, t.first_seen_at, t.last_seen_at
-  FROM {{task}} t
-  LEFT JOIN LATERAL (
-        SELECT r.id, r.status, r.started_at, r.finished_at FROM {{run}} r
-         WHERE r.task >= t.name AND r.task <= t.name AND r.status <> 'skipped'
-         ORDER BY r.task, r.id DESC LIMIT 1) last ON true
-  LEFT JOIN LATERAL (
-        SELECT r.finished_at FROM {{run}} r
-         WHERE r.task >= t.name AND r.task <= t.name AND r.status = 'completed'
-         ORDER BY r.task, r.id DESC LIMIT 1) good ON true
-  CROSS JOIN LATERAL (
-        SELECT count(*) AS calls, count(*) FILTER (WHERE w.status = 'skipped') AS skipped
-          FROM (SELECT r.status FROM {{run}} r
-                 WHERE r.task >= t.name AND r.task <= t.name AND r.status <> 'running'
-                 ORDER BY r.task, r.id DESC LIMIT {LAST}) w) calls
-  CROSS JOIN LATERAL (
-        SELECT count(*) AS runs, count(*) FILTER (WHERE w.status = 'completed') AS completed,
-               percentile_disc(0.5) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
-                   FILTER (WHERE w.status = 'completed') AS p50_duration,
-               percentile_disc(0.95) WITHIN GROUP (ORDER BY w.finished_at - w.started_at)
-                   FILTER (WHERE w.status = 'completed') AS p95_duration
-          FROM (SELECT r.status, r.started_at, r.finished_at FROM {{run}} r
-                 WHERE r.task >= t.name AND r.task <= t.name AND r.status NOT IN ('running', 'skipped')
-                 ORDER BY r.task, r.id DESC LIMIT {LAST}) w) runs
- ORDER BY t.name
+TASKS = """
+SELECT h.task, h.schedule, h.timezone, t.mode, t.lock_name, t.lock_key, h.paused_at, h.paused_by, h.paused_reason,
+       h.last_run_id, h.last_status, h.last_started_at, h.last_finished_at, h.last_completed_at, h.calls,
+       (extract(epoch FROM h.p50_duration) * 1000)::bigint AS p50_ms,
+       (extract(epoch FROM h.p95_duration) * 1000)::bigint AS p95_ms,
+       h.success_rate::float8, h.skip_rate::float8, t.first_seen_at, t.last_seen_at
+  FROM {task_health} h JOIN {task} t ON t.name = h.task
+ ORDER BY h.task
 """
 
 LOCKS = f"""
@@ -204,9 +176,12 @@ SELECT t.name AS task, count(r.id) FILTER (WHERE NOT r.is_gone) AS running,
           FROM {{run}} r WHERE r.status = 'running') r ON r.task = t.name
  GROUP BY t.name ORDER BY t.name""",
     "blocked": BLOCKED,
+    # Of the newest failures only: there may be many, and they are found by their ids.
     "lost": """
-SELECT count(*) AS lost FROM {run} r
- WHERE r.status = 'lost' AND r.finished_at > clock_timestamp() - interval '1 day'""",
+SELECT count(*) AS lost
+  FROM (SELECT r.status, r.finished_at FROM {run} r
+         WHERE r.status IN ('failed', 'timed_out', 'cancelled', 'lost') ORDER BY r.id DESC LIMIT 10000) w
+ WHERE w.status = 'lost' AND w.finished_at > clock_timestamp() - interval '1 day'""",
     "rows": """
 SELECT greatest(c.reltuples::float8, pg_stat_get_live_tuples(c.oid)::float8, 0) AS rows,
        pg_table_size(c.oid) + pg_indexes_size(c.oid) AS bytes
@@ -226,7 +201,8 @@ SELECT 'prepared', max(age(p.transaction))::float8 FROM pg_prepared_xacts p
 }
 """What /metrics reads, all in one message."""
 
-GAUGES_TIMEOUT = "2s"
+GAUGES_TIMEOUT = 2000
+"""Milliseconds for all of them together."""
 LOCKS_AT_ONCE = 1000
 
 
@@ -277,15 +253,21 @@ def locks(connection: Connection, schema: str, *, limit: int = LOCKS_AT_ONCE) ->
 
 def gauges(connection: Connection, schema: str) -> dict[str, list[Row]]:
     """What the database says for the metrics, by the names of `GAUGES`: one message, two seconds at most."""
-    texts = [
+    # PostgreSQL gives the timeout to each statement of a message anew: each gets what is left.
+    left = sql.SQL(
+        "SELECT pg_catalog.set_config('statement_timeout', greatest(1, {} - (1000 * extract(epoch FROM"
+        " clock_timestamp() - now()))::integer)::text, true)"
+    ).format(GAUGES_TIMEOUT)
+    texts: list[sql.Composable] = [
         sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY"),
         sql.SQL(
             "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', true),"
-            " pg_catalog.set_config('statement_timeout', {}, true), pg_catalog.set_config('lock_timeout', '1s', true)"
-        ).format(GAUGES_TIMEOUT),
-        *(sql.SQL(text).format(**names_of(schema)) for text in GAUGES.values()),
-        sql.SQL("COMMIT"),
+            " pg_catalog.set_config('lock_timeout', '1s', true)"
+        ),
     ]
+    for text in GAUGES.values():
+        texts += (left, sql.SQL(text).format(**names_of(schema)))
+    texts.append(sql.SQL("COMMIT"))
     cursor = psycopg.ClientCursor(connection, row_factory=dict_row)
     try:
         cursor.execute(sql.SQL("; ").join(texts))
@@ -296,6 +278,7 @@ def gauges(connection: Connection, schema: str) -> dict[str, list[Row]]:
     cursor.nextset()
     found: dict[str, list[Row]] = {}
     for name in GAUGES:
+        cursor.nextset()
         cursor.nextset()
         found[name] = cursor.fetchall()
     return found

@@ -66,7 +66,7 @@ def database(server: str, template: str | None = None) -> Iterator[str]:
 def connect(server: str) -> "psycopg.Connection[tuple[object, ...]]":
     """A connection to the server itself; raises `CronlockError` if there is none to be had."""
     try:
-        return psycopg.connect(server, autocommit=True, connect_timeout=10, application_name="cronlock:tests")
+        return psycopg.connect(server, autocommit=True, connect_timeout=10, application_name="cronlock-tests")
     except psycopg.Error as error:
         raise CronlockError(f"no connection to the server for tests: {str(error).strip()}") from error
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
 from cronlock import ConfigError, Cronlock, CronlockError, Outcome, PayloadInvalid, Run, UnknownTask
-from tests import AUTH, Db, Make, rows, until, value
+from tests import AUTH, Db, Make, rows, value
 from tests.commands import environment
 
 pytestmark = pytest.mark.anyio
@@ -177,13 +178,20 @@ def test_routes_threads_and_background_tasks_of_a_web_application_run_tasks(cron
 
 
 async def test_a_caller_that_is_cancelled_does_not_stop_the_run(cron: Cronlock, db: Db) -> None:
+    entered = asyncio.Event()
+
+    @cron.task("entered")
+    async def enter(run: Run) -> None:
+        entered.set()
+        await asyncio.sleep(0.2)
+
     async with cron:
-        calling = asyncio.ensure_future(cron.run("slow"))
-        await until(lambda: rows(db, "slow"), "the run began")
+        calling = asyncio.ensure_future(cron.run("entered"))
+        await entered.wait()
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await calling
-    assert rows(db, "slow") == [("completed", None)]
+    assert rows(db, "entered") == [("completed", None)]
 
 
 async def test_another_event_loop_is_told_how_to_call(cron: Cronlock) -> None:
@@ -211,6 +219,37 @@ def test_threads_of_a_script_never_open_it_twice(cron: Cronlock) -> None:
     with ThreadPoolExecutor(4) as threads:
         statuses = set(threads.map(call, range(4)))
     assert statuses <= {"completed", "skipped"}
+    assert cron._process is None
+
+
+def test_a_thread_that_joins_the_call_of_another_is_not_left_behind(
+    make_cron: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cron = make_cron()
+    running, joining = threading.Event(), threading.Event()
+
+    @cron.task("first")
+    async def first(run: Run) -> None:
+        running.set()
+        while not joining.is_set():
+            await asyncio.sleep(0.01)
+
+    @cron.task("second")
+    async def second(run: Run) -> None: ...
+
+    submit = asyncio.run_coroutine_threadsafe
+
+    def late(*arguments: Any) -> Any:
+        joining.set()
+        time.sleep(0.5)  # in which the first call ends
+        return submit(*arguments)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", late)
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(cron.run_sync, "first")
+        assert running.wait(10)
+        two = threads.submit(cron.run_sync, "second")
+        assert (two.result(10).status, one.result(10).status) == ("completed", "completed")
     assert cron._process is None
 
 

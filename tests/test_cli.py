@@ -357,8 +357,10 @@ def test_every_end_is_explained(call: Callable[..., Result], db: Db, columns: di
 
 
 def test_the_result_is_json_in_json(call: Callable[..., Result], db: Db) -> None:
-    shown = json.loads(call("runs", "show", str(write(db, result='{"rows": 3}')), "--json").stdout)
-    assert shown["result"] == {"rows": 3}
+    for result in ({"rows": 3}, {"rows_total": 1, "rowsTotal": 2, "_of": [{"a_b": 1}]}, "no json"):
+        text = result if isinstance(result, str) else json.dumps(result)
+        shown = json.loads(call("runs", "show", str(write(db, result=text)), "--json").stdout)
+        assert shown["result"] == result
 
 
 @pytest.mark.parametrize("verb", ["show", "why", "cancel"])

@@ -280,11 +280,24 @@ async def test_without_a_database_a_scrape_says_so_and_keeps_the_counters(make_c
 async def test_a_database_that_is_slow_holds_a_scrape_for_two_seconds_at_most(
     cron: Cronlock, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stats, "GAUGES_TIMEOUT", "300ms")
+    monkeypatch.setattr(stats, "GAUGES_TIMEOUT", 300)
     async with watching(cron) as client:
         with psycopg.connect(database_url) as other:
             other.execute("LOCK TABLE cronlock.task IN ACCESS EXCLUSIVE MODE")
             assert of(await scrape(client), "cronlock_up") == 0
+        assert of(await scrape(client), "cronlock_up") == 1
+
+
+async def test_the_two_seconds_are_for_all_that_a_scrape_asks_and_not_for_each_question(
+    cron: Cronlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "GAUGES_TIMEOUT", 500)
+    for name, columns in (("tasks", "'nightly' AS task, false AS is_paused, 1 AS last_started, 1 AS last_completed"),
+                          ("lost", "0 AS lost"), ("rows", "0 AS rows, 0 AS bytes")):  # fmt: skip
+        monkeypatch.setitem(stats.GAUGES, name, f"SELECT {columns} FROM pg_sleep(0.2)")
+    async with watching(cron) as client:
+        assert of(await scrape(client), "cronlock_up") == 0
+        monkeypatch.setattr(stats, "GAUGES_TIMEOUT", 2000)
         assert of(await scrape(client), "cronlock_up") == 1
 
 

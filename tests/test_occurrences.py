@@ -60,6 +60,10 @@ NAMED: dict[str, tuple[list[tuple[str, str]], str | None]] = {
         [SCHEDULER[0], ("x-cloudscheduler-scheduletime", "0001-01-01T00:00+23:00")],
         None,
     ),
+    "Cloud Scheduler in a year that not every time zone has": (
+        [SCHEDULER[0], ("x-cloudscheduler-scheduletime", "0001-01-01T00:00Z")],
+        None,
+    ),
     "a key goes before QStash": ([("upstash-message-id", "msg_7"), ("idempotency-key", "a")], "a"),
     "QStash goes before Cloud Scheduler": ([*SCHEDULER, ("upstash-message-id", "msg_7")], "msg_7"),
     "Vercel names none": ([("x-vercel-cron-schedule", "* * * * *")], None),
@@ -303,6 +307,23 @@ async def test_an_occurrence_has_a_lock_of_its_own_beside_the_slot(
     }
 
 
+async def test_an_occurrence_may_be_named_like_the_key_of_a_run(make_cron: Make, db: Db) -> None:
+    cron = make_cron()
+    go = asyncio.Event()
+
+    async def sync(run: Run) -> None:
+        if run.occurrence is None:
+            await go.wait()
+
+    cron.task("sync", key="{tenant}")(sync)
+    async with cron:
+        keeping = asyncio.create_task(cron.run("sync", {"tenant": "acme"}))
+        await until(lambda: rows(db, "sync"), "the first run began")
+        other = await cron.run("sync", {"tenant": "globex"}, idempotency_key="acme")
+        go.set()
+        assert (other.status, (await keeping).status) == ("completed", "completed")
+
+
 async def test_a_run_never_goes_on_under_the_lock_of_another_occurrence(make_cron: Make, db: Db) -> None:
     """The first caller goes while a connection is waited for, and the next one has another occurrence."""
     cron = make_cron(pool_size=1)
@@ -313,7 +334,7 @@ async def test_a_run_never_goes_on_under_the_lock_of_another_occurrence(make_cro
         await go.wait()
 
     async def sync(run: Run) -> list[bool]:
-        query = "SELECT pg_try_advisory_xact_lock(hashtextextended('sync' || chr(31) || %s, 0))"
+        query = "SELECT pg_try_advisory_xact_lock(hashtextextended('sync' || chr(31) || %s, 1))"
         return [value(db, query, key) for key in ("one", "two")]
 
     cron.task("busy")(busy)
@@ -546,6 +567,7 @@ async def test_effect_keys_are_the_same_for_an_occurrence_and_differ_else(make_c
     first, second = await calls(make_cron()), await calls(make_cron())
     assert len(set(first)) == 8
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, True, False, False] * 2
+    assert not {*first} & {*await calls(make_cron(namespace="staging"))}
 
 
 async def test_installations_with_a_namespace_each_have_effect_keys_of_their_own(make_cron: Make, db: Db) -> None:

@@ -378,8 +378,8 @@ def waiting(db: Db) -> bool:
 
 
 async def test_a_table_that_is_locked_for_longer_than_a_record_waits_loses_nothing(make_cron: Make, db: Db) -> None:
-    """As a migration does it; lock_timeout is 2 s. Whoever was answered has its row, and nobody waits for ever."""
-    cron = make_cron(acquire_timeout="3s")
+    """As a migration does it; lock_timeout is 3 s. Whoever was answered has its row, and nobody waits for ever."""
+    cron = make_cron(acquire_timeout="4s")
     cron.task("once")(lambda run: None)
     cron.task("other")(lambda run: None)
 
@@ -395,7 +395,7 @@ async def test_a_table_that_is_locked_for_longer_than_a_record_waits_loses_nothi
         started = asyncio.get_running_loop().time()
         calls = [asyncio.create_task(call(name)) for name in ("once", "other", "once", "other")]
         await until(lambda: waiting(db), "a record waits for the table")
-        await asyncio.wait(calls, timeout=2.6)
+        await asyncio.wait(calls, timeout=3.6)
         db.execute("COMMIT")
         answers = await asyncio.gather(*calls)
         assert asyncio.get_running_loop().time() - started < 6

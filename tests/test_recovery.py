@@ -158,6 +158,35 @@ async def test_the_timer_goes_on_with_its_walk_and_rests_at_its_end(
         assert counts(db) == {("a", "completed"): 1, ("a", "skipped"): 1}, "it rests for an hour"
 
 
+async def test_a_close_ends_the_timer_in_the_moment_in_which_it_gets_its_connection(make_cron: Make) -> None:
+    """In Python 3.11 asyncio.wait_for, by which a pool waits, gives the connection and forgets the cancellation."""
+    cron = make_cron(recover_interval="1h", record_pool_size=1)
+    process = await cron.open()
+    async with process.database.recording():
+        async with asyncio.timeout(10):
+            while not process.database.records.get_stats()["requests_waiting"]:
+                await asyncio.sleep(0.01)
+    async with asyncio.timeout(10):
+        await cron.close()
+
+
+async def test_a_duty_that_the_end_interrupts_leaves_its_connection_as_it_was(
+    make_cron: Make, db: Db, caplog: pytest.LogCaptureFixture
+) -> None:
+    cron = make_cron(recover_interval="1h", record_pool_size=1)
+    async with cron:
+        database = (await cron.open()).database
+        duty = asyncio.create_task(recovery.transact(database, b"SELECT pg_sleep(30)"))
+        sleeps = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()"
+        async with asyncio.timeout(10):
+            while not value(db, sleeps):
+                await asyncio.sleep(0.01)
+        duty.cancel()
+        await asyncio.wait((duty,))
+        assert await recovery.transact(database, b"SELECT 1") == [(1,)]
+    assert [record.getMessage() for record in caplog.records if record.name == "psycopg.pool"] == []
+
+
 def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp_path: Path) -> None:
     old(db, "a", "skipped", "9 days", 12_000)
     old(db, "a", "timed_out", "100 days", 3)

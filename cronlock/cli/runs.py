@@ -1,6 +1,5 @@
 """`cronlock runs list | show | why | cancel`."""
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -96,12 +95,13 @@ def show(run_id: Id, is_json: Json = False) -> None:
     """
     settings = connecting.settings()
     from cronlock import stats
+    from cronlock.documents import result_of
     from cronlock.explain import document, span
 
     with connecting.connect(settings) as connection:
         row = document(stats.run(connection, settings.schema_name, run_id) or missing(run_id))
     if is_json:
-        output.document({**row, "result": None if row["result"] is None else json.loads(row["result"])})
+        output.document({**row, "result": result_of(row["result"])})
         return
     print(output.cell(row.pop("explanation"), is_short=False))
     print()

@@ -5,7 +5,6 @@ secret is right. What they read goes over the connections of the `Inspector`, ne
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from cronlock.inspecting import Inspector
 from cronlock.jsontext import clip
 from cronlock.metrics import Metrics
 from cronlock.models import RUN_STATUSES
+from cronlock.recovery import tell_lost
 from cronlock.tasks import NAME
 from cronlock.web import answers
 from cronlock.web.answers import Answer, plain
@@ -134,7 +134,7 @@ async def list_runs(asked: Asked) -> Answer:
 async def read_run(asked: Asked) -> Answer:
     """Everything about a run."""
     row = explain.document(await run_of(asked))
-    return document(200, run={**row, "result": result_of(row["result"])})
+    return document(200, run={**row, "result": documents.result_of(row["result"])})
 
 
 async def run_of(asked: Asked) -> stats.Row:
@@ -143,14 +143,6 @@ async def run_of(asked: Asked) -> stats.Row:
     if row is None:
         raise Wrong(404, f"there is no run {asked.run_id}")
     return row
-
-
-def result_of(text: str | None) -> Any:
-    """A result as JSON; as text if somebody wrote something else by hand."""
-    try:
-        return None if text is None else json.loads(text)
-    except ValueError:
-        return text
 
 
 async def cancel_run(asked: Asked) -> Answer:
@@ -167,7 +159,9 @@ async def cancel_run(asked: Asked) -> Answer:
         was_ended = await asked.inspector.ask(steering.terminate, asked.run_id)
         row = await ended(asked, CANCEL_WAIT)
         if row["status"] == "running":  # nobody is there any more to say how it ended
-            await asked.inspector.ask(steering.recover)
+            for lost in await asked.inspector.ask(steering.recover):
+                tell_lost(lost["id"], lost["task"], lost["host"], lost["pid"])
+                asked.metrics.recovered()
             row = await run_of(asked)
     why = explain.explain(row)
     return document(

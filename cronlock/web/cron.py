@@ -15,6 +15,7 @@ from cronlock import jsontext
 from cronlock.errors import CronlockError, PayloadError, PayloadInvalid, Unavailable
 from cronlock.gate import occurrence_fault
 from cronlock.outcome import Outcome
+from cronlock.tasks import SkipStatus
 from cronlock.web import answers
 from cronlock.web.answers import Answer, plain
 from cronlock.web.auth import Bearer, authorization, report
@@ -27,7 +28,7 @@ log = logging.getLogger("cronlock.web")
 
 METHODS = ("GET", "POST")
 OWN_PARAMETERS = ("on_skip", "max", "seconds")
-SKIP_STATUSES = {"200": 200, "409": 409, "503": 503}
+SKIP_STATUSES: dict[str, SkipStatus] = {"200": 200, "409": 409, "503": 503}
 ESCAPED = re.compile(rb'\\(["\\])')
 CALLERS = (
     (b"x-vercel-cron-schedule", "vercel"),
@@ -81,7 +82,7 @@ class CronEndpoint:
                 if asked := query.get("on_skip"):
                     if asked not in SKIP_STATUSES:
                         return plain(400, "bad_request", reason="on_skip must be 200, 409 or 503")
-                    skip_status = SKIP_STATUSES[asked]  # type: ignore[assignment]
+                    skip_status = SKIP_STATUSES[asked]
                 body = await read_object(fields, receive, self._max_body)
                 own = {name: value for name, value in query.items() if name not in OWN_PARAMETERS}
                 given = jsontext.merge(own, body)
@@ -140,7 +141,8 @@ def moment(value: bytes | None) -> str | None:
     """A time that was sent with its zone, in UTC; None for anything else, since it is for information only."""
     try:
         found = datetime.fromisoformat((value or b"").decode("ascii"))
-        return found.astimezone(UTC).isoformat() if found.tzinfo is not None else None
+        is_readable = found.tzinfo is not None and 1 < found.year < 9999  # in every time zone
+        return found.astimezone(UTC).isoformat() if is_readable else None
     except (ValueError, OverflowError):
         return None
 

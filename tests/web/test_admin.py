@@ -36,7 +36,7 @@ def cron(make_cron: Make) -> Cronlock:
 
     @cron.task("nightly")
     async def nightly(run: Run) -> dict[str, int]:
-        return {"rows": 4211}
+        return {"rows_read": 4211}
 
     @cron.task("failing")
     async def failing(run: Run) -> None:
@@ -268,7 +268,7 @@ async def test_one_run_is_shown_with_everything_about_it(cron: Cronlock, db: Db)
         ran = (await client.get("/cron/nightly", headers=bearer(SECRET))).json()["runId"]
         failed = (await client.get("/cron/failing", headers=bearer(SECRET))).json()["runId"]
         run = (await client.get(f"/admin/runs/{ran}")).json()["run"]
-        assert (run["runId"], run["result"], run["code"]) == (ran, {"rows": 4211}, "completed")
+        assert (run["runId"], run["result"], run["code"]) == (ran, {"rows_read": 4211}, "completed")
         run = (await client.get(f"/admin/runs/{failed}/")).json()["run"]
         assert run["errorTraceback"].startswith("Traceback")
         assert run["explanation"] == "failed: ValueError: no such supplier; what it wrote was rolled back"
@@ -339,18 +339,22 @@ async def test_a_cancelled_run_is_answered_with_how_it_ended(make_cron: Make, db
 
 
 async def test_a_run_that_does_not_stop_is_202_and_with_force_loses_its_connection(
-    cron: Cronlock, database_url: str, db: Db, monkeypatch: pytest.MonkeyPatch
+    cron: Cronlock, database_url: str, db: Db, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(admin, "CANCEL_WAIT", 0.3)
     monkeypatch.setattr(admin, "FORCE_GRACE", 0.3)
     async with operating(cron) as client:
         with running(database_url, db) as run_id:
+            caplog.clear()
             asked = await client.post(f"/admin/runs/{run_id}/cancel")
             assert (asked.status_code, asked.json()["status"]) == (202, "running")
             assert asked.json()["explanation"].endswith("admin asked for its end")
             forced = await client.post(f"/admin/runs/{run_id}/cancel?force=true")
         assert (forced.status_code, forced.json()["status"]) == (200, "lost")
         assert (forced.json()["code"], forced.json()["connectionEnded"]) == ("process_gone", True)
+        told = [record.__dict__["runId"] for record in caplog.records if record.__dict__.get("event") == "run.lost"]
+        assert told == [run_id]
+        assert cron.metrics.registry.get_sample_value("cronlock_recoveries_total") == 1
 
 
 async def test_force_never_ends_the_backend_of_somebody_else(

@@ -160,6 +160,14 @@ async def test_a_task_that_is_paused_while_another_holds_its_lock_is_paused(
     assert db.execute(told).fetchall() == [("paused", None, None, None)]
 
 
+async def test_a_paused_task_that_is_registered_after_the_start_is_skipped(cron: Cronlock, db: Db) -> None:
+    async with serving(cron.app()) as client:
+        db.execute("INSERT INTO cronlock.task (name, lock_name, lock_key, paused_at) VALUES ('late', 'late', 1, now())")
+        await (await cron.open()).readiness.look()
+        cron.task("late")(lambda run: None)
+        assert (await client.get("/cron/late")).json()["reason"] == "paused"
+
+
 async def test_a_paused_task_is_skipped_and_never_takes_its_lock(cron: Cronlock, db: Db) -> None:
     async with serving(cron.app()) as client:
         db.execute("UPDATE cronlock.task SET paused_at = now(), paused_by = 'me' WHERE name = 'nightly'")
