@@ -158,8 +158,8 @@ def lost(code: str, run: Mapping[str, Any]) -> str:
         )
     seen = f" ({named(run)})" if run["error_type"] not in (None, "LockLost", "CancelledError") else ""
     return (
-        f"lost: {process} saw {span(run['duration_ms'])} after it began that the connection, and with it the lock, was"
-        f" gone{seen}; {left(run)}"
+        f"lost: {process} saw, at latest {span(run['duration_ms'])} after it began, that the connection, and with it"
+        f" the lock, was gone{seen}; {left(run)}"
     )
 
 

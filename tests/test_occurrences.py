@@ -570,17 +570,6 @@ async def test_effect_keys_are_the_same_for_an_occurrence_and_differ_else(make_c
     assert not {*first} & {*await calls(make_cron(namespace="staging"))}
 
 
-async def test_installations_with_a_namespace_each_have_effect_keys_of_their_own(make_cron: Make, db: Db) -> None:
-    made = []
-    for settings in ({}, {"namespace": "shop"}, {"namespace": "other"}):
-        cron = make_cron(**settings)
-        cron.task("sync")(lambda run: made.append(run.effect_key("charge")))
-        async with cron:
-            await cron.run("sync", idempotency_key="one")
-        db.execute("DELETE FROM cronlock.run")
-    assert len(set(made)) == 3
-
-
 def test_an_effect_key_is_the_same_in_every_process_and_version(db: Db, database_url: str, tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(
         "from cronlock import Cronlock\ncron = Cronlock()\n"
