@@ -22,7 +22,7 @@ from cronlock.database import Database, unavailable, within
 from cronlock.errors import CronlockError, PayloadInvalid, Unavailable
 from cronlock.execution import Execution
 from cronlock.gate import Call, Gate
-from cronlock.lending import is_gone
+from cronlock.lending import cut, is_gone
 from cronlock.outcome import Failure, Outcome
 from cronlock.recording import Recorder, expire
 from cronlock.reporting import Report
@@ -178,7 +178,13 @@ class Attempts:
                 gate.put_back(others)
                 await self._let_go(opened.seat)
             else:
-                await self._begin(gate, leader, others, opened)
+                try:
+                    await self._begin(gate, leader, others, opened)
+                except BaseException:  # a fault of ours: the lock must not be kept by nobody
+                    if all(execution.seat is not opened.seat for execution in gate.running):
+                        cut(opened.seat.connection)
+                        self._background.spawn(discard(opened.seat))
+                    raise
 
     async def _open(self, call: Call) -> Opened:
         """Open a transaction and try the lock in it; a connection that proves dead is replaced."""

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from cronlock.errors import LockLost, NotInTransaction, StatementRefused
 from cronlock.lending import is_gone
 from cronlock.lines import Lines, TaskLog
+from cronlock.tasks import INT64
 
 if TYPE_CHECKING:
     from cronlock.execution import Execution
@@ -121,6 +122,8 @@ class Run:
         """Say how far the run is; shown on its row while it runs. Never waits and never fails the run."""
         try:
             said = int(done), None if total is None else int(total)
+            if not all(number is None or number in INT64 for number in said):
+                raise OverflowError
         except (TypeError, ValueError, OverflowError):
             self.log.warning("progress is given as whole numbers; %s of them was left out", type(done).__name__)
         else:

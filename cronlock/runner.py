@@ -31,6 +31,8 @@ from cronlock.stopping import Stopper
 
 STOP_WAIT = 3.0
 LOG_EVERY = 1.0
+LOG_RATE = 4000
+"""How many characters a second of a run's log are written again and again while it grows."""
 SHUTDOWN = Stop("cancelled", "the server was shutting down", "ShuttingDown")
 
 log = logging.getLogger("cronlock.run")
@@ -175,7 +177,7 @@ class Runner:
         try:
             while execution.said is not None:
                 if not execution.said:
-                    await asyncio.sleep(LOG_EVERY)
+                    await asyncio.sleep(max(LOG_EVERY, len(execution.log() or "") / LOG_RATE))
                     if not execution.is_doing:
                         return
                 said, execution.said = execution.said, None

@@ -15,10 +15,10 @@ ALTER TABLE {schema}.run ADD COLUMN IF NOT EXISTS log text, ADD COLUMN IF NOT EX
 ALTER TABLE {schema}.task ALTER COLUMN lock_key DROP NOT NULL;
 """
 
-# As before, and it writes the log; without a log it is what the code of revision 0001 calls.
+# Beside the one of four arguments, which the code of revision 0001 goes on calling, with whatever grants it has.
 COMPLETE_RUN = """
 CREATE OR REPLACE FUNCTION {schema}.complete_run(run_id bigint, opened_us bigint, run_result text, is_touched boolean,
-    run_log text DEFAULT NULL)
+    run_log text)
 RETURNS boolean LANGUAGE plpgsql SET search_path = pg_catalog AS $$
 BEGIN
     IF (extract(epoch FROM now()) * 1000000)::bigint <> opened_us THEN
@@ -27,32 +27,6 @@ BEGIN
     PERFORM set_config('synchronous_commit', 'on', true);
     UPDATE {schema}.run r SET status = 'completed', finished_at = clock_timestamp(), result = run_result,
            log = coalesce(run_log, r.log)
-     WHERE r.id = run_id AND r.status IN ('running', 'lost');
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'cronlock: no open run row' USING ERRCODE = '25000';
-    END IF;
-    IF NOT is_touched THEN
-        RETURN false;
-    END IF;
-    PERFORM pg_advisory_unlock_all();
-    RETURN EXISTS (SELECT FROM pg_prepared_statements p WHERE p.from_sql);
-END $$;
-"""
-
-DROP_BEFORE = """
--- squawk-ignore ban-drop-function
-DROP FUNCTION IF EXISTS {schema}.complete_run(bigint, bigint, text, boolean)
-"""
-
-COMPLETE_RUN_BEFORE = """
-CREATE FUNCTION {schema}.complete_run(run_id bigint, opened_us bigint, run_result text, is_touched boolean)
-RETURNS boolean LANGUAGE plpgsql SET search_path = pg_catalog AS $$
-BEGIN
-    IF (extract(epoch FROM now()) * 1000000)::bigint <> opened_us THEN
-        RAISE EXCEPTION 'cronlock: this is not the transaction that took the lock' USING ERRCODE = '25000';
-    END IF;
-    PERFORM set_config('synchronous_commit', 'on', true);
-    UPDATE {schema}.run r SET status = 'completed', finished_at = clock_timestamp(), result = run_result
      WHERE r.id = run_id AND r.status IN ('running', 'lost');
     IF NOT FOUND THEN
         RAISE EXCEPTION 'cronlock: no open run row' USING ERRCODE = '25000';
@@ -155,13 +129,15 @@ def upgrade() -> None:
     execute("SET LOCAL statement_timeout = '60s'")
     execute("SET LOCAL search_path = pg_catalog")
     run(COLUMNS)
-    execute(DROP_BEFORE)
     execute(COMPLETE_RUN)
     with op.get_context().autocommit_block():
         execute("SET search_path = pg_catalog")
+        # It waits for transactions that are older than the index, and keeps nobody waiting meanwhile.
+        execute("SET lock_timeout = '5s'")
         for name, index in INDEXES.items():
             execute("DROP INDEX CONCURRENTLY IF EXISTS {schema}." + name)
             execute("CREATE " + index.format(how="CONCURRENTLY", name=name, schema="{schema}"))
+        execute("RESET lock_timeout")
         execute("RESET search_path")
     run(TASK_HEALTH)
 
@@ -175,8 +151,7 @@ def downgrade() -> None:
     run(health_before())
     for name in INDEXES:
         execute("DROP INDEX {schema}." + name)
-    execute("DROP FUNCTION {schema}.complete_run")
-    execute(COMPLETE_RUN_BEFORE)
+    execute("DROP FUNCTION {schema}.complete_run(bigint, bigint, text, boolean, text)")
     # A task with a key has no lock of its own, and its row no place before; it is registered again.
     execute("DELETE FROM {schema}.task WHERE lock_key IS NULL")
     execute("ALTER TABLE {schema}.task ALTER COLUMN lock_key SET NOT NULL")
