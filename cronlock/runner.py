@@ -186,7 +186,7 @@ class Runner:
             execution.is_writing_progress = False
 
     async def _write_log(self, execution: Execution) -> None:
-        """Write the log while it grows, after a moment: most runs are over by then, and it is written with their end."""
+        """Write the log while it grows, each time after a while: most runs end before, and their log with them."""
         try:
             while execution.has_logged:
                 await asyncio.sleep(max(LOG_EVERY, len(execution.log() or "") / LOG_RATE))
