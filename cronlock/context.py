@@ -35,7 +35,7 @@ class Run:
     """
 
     def __init__(
-        self, execution: "Execution", scrub: Callable[[str], str], report: Callable[[dict[str, Any]], None]
+        self, execution: "Execution", scrub: Callable[[str], str], report: Callable[[dict[str, Any] | None], None]
     ) -> None:
         call = execution.call
         self._execution = execution
@@ -69,7 +69,7 @@ class Run:
     def _logged(self) -> None:
         if not self._execution.has_logged:
             self._execution.has_logged = True
-            self._report({})
+            self._report(None)
 
     def effect_key(self, name: str) -> str:
         """An idempotency key for what the run does outside, as a UUID: send it with the request named `name`.

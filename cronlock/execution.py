@@ -74,9 +74,10 @@ class Execution:
         self.lending = Lending()
         self.run: Run | None = None
         self.is_doing = False
-        self.said: dict[str, Any] | None = None
-        """What the run has said of itself since that was last written: its progress, its log."""
-        self.is_said_written = True
+        self.progress: dict[str, Any] | None = None
+        """What the run said last of how far it is, until it is written."""
+        self.is_writing_progress = False
+        self.is_writing_log = False
         self.has_logged = False
         """Whether a line was logged since the log was last written."""
         loop = asyncio.get_running_loop()

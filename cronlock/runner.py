@@ -156,39 +156,48 @@ class Runner:
 
         return end
 
-    def _say(self, execution: Execution, said: dict[str, Any]) -> None:
-        """Take what the run says of itself, from any thread."""
+    def _say(self, execution: Execution, progress: dict[str, Any] | None) -> None:
+        """Take what the run says of itself, its progress or (None) that it has logged, from any thread."""
         try:
-            execution.answer.get_loop().call_soon_threadsafe(self._note, execution, said)
+            execution.answer.get_loop().call_soon_threadsafe(self._note, execution, progress)
         except RuntimeError:
             pass  # the loop is closed
 
-    def _note(self, execution: Execution, said: dict[str, Any]) -> None:
-        execution.said = {**(execution.said or {}), **said}
-        if execution.is_said_written:
-            execution.is_said_written = False
-            self.spawn(self._write_said(execution))
+    def _note(self, execution: Execution, progress: dict[str, Any] | None) -> None:
+        if progress is None:
+            if not execution.is_writing_log:
+                execution.is_writing_log = True
+                self.spawn(self._write_log(execution))
+            return
+        execution.progress = progress
+        if not execution.is_writing_progress:
+            execution.is_writing_progress = True
+            self.spawn(self._write_progress(execution))
 
-    async def _write_said(self, execution: Execution) -> None:
-        """Write the latest word only, and one after the other, so that an older one never comes last.
-
-        A log alone waits for a moment: most runs are over by then, and it is written with their end.
-        """
+    async def _write_progress(self, execution: Execution) -> None:
+        """Write the latest word only, and one after the other, so that an older one never comes last."""
         try:
-            while execution.said is not None:
-                if not execution.said:
-                    await asyncio.sleep(max(LOG_EVERY, len(execution.log() or "") / LOG_RATE))
-                    if not execution.is_doing:
-                        return
-                said, execution.said = execution.said, None
-                execution.has_logged = False
-                await self.recorder.put(
-                    runs.PROGRESS, {"nonce": execution.call.nonce, **(said or {}), "log": execution.log()}
-                )
+            while execution.progress is not None:
+                progress, execution.progress = execution.progress, None
+                await self.recorder.put(runs.PROGRESS, {"nonce": execution.call.nonce, **progress})
         except Unavailable:
             pass
         finally:
-            execution.is_said_written = True
+            execution.is_writing_progress = False
+
+    async def _write_log(self, execution: Execution) -> None:
+        """Write the log while it grows, each time after a while: most runs end before, and their log with them."""
+        try:
+            while execution.has_logged:
+                await asyncio.sleep(max(LOG_EVERY, len(execution.log() or "") / LOG_RATE))
+                if not execution.is_doing:
+                    return
+                execution.has_logged = False
+                await self.recorder.put(runs.PROGRESS, {"nonce": execution.call.nonce, "log": execution.log()})
+        except Unavailable:
+            pass
+        finally:
+            execution.is_writing_log = False
 
     async def drain(self, timeout: float) -> None:
         """Take no new calls, wait `timeout` seconds for what runs, then cancel and record it; once."""
