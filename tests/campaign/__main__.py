@@ -61,10 +61,11 @@ def arguments() -> argparse.Namespace:
 
 
 async def campaign(sizes: dict[str, Size], seed: str, results: list[Result], unfit: list[str]) -> None:
-    """One scenario after the other; SIGTERM ends it as Ctrl-C does."""
+    """One scenario after the other; SIGTERM ends it as Ctrl-C does, which a shell may have it ignore."""
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     for name, size in sizes.items():
         started = time.monotonic()
 
