@@ -329,3 +329,34 @@ async def test_a_guard_holds_its_lock_through_the_pooler_and_another_process_is_
         assert (await running).status == "completed"
         assert (await second.run("work")).status == "completed"
         await until(lambda: is_quiet(db), "nothing is left")
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct url", "pooler only"])
+async def test_keys_slots_intervals_and_occurrences_decide_the_same_through_the_pooler(
+    make_pooled: Make, database_url: str, db: Db, is_direct: bool
+) -> None:
+    cron = make_pooled(**({"direct_url": database_url} if is_direct else {"pool_size": 2}))
+    leave = asyncio.Event()
+
+    async def work(run: Run) -> None:
+        await leave.wait()
+
+    async def nothing(run: Run) -> None:
+        pass
+
+    cron.task("keyed", key="{tenant}")(work)
+    cron.task("slots", max_concurrent=2)(work)
+    cron.task("spaced", min_interval="1h")(nothing)
+    cron.task("named")(nothing)
+    async with cron:
+        for name, payloads in (("keyed", [{"tenant": "a"}, {"tenant": "ä"}]), ("slots", [{}, {}])):
+            leave.clear()
+            running = [asyncio.create_task(cron.run(name, payload)) for payload in payloads]
+            await until(lambda: len(locks(db)) == 2, "both run")
+            skipped = await cron.run(name, payloads[0])
+            assert (skipped.status, skipped.reason) == ("skipped", "already_running")
+            leave.set()
+            assert [(await run).status for run in running] == ["completed", "completed"]
+        assert [(await cron.run("spaced")).reason for _ in range(2)] == [None, "too_soon"]
+        assert [(await cron.run("named", idempotency_key="ü")).reason for _ in range(2)] == [None, "duplicate"]
+        await until(lambda: is_quiet(db), "nothing is left")
