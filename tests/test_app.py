@@ -83,6 +83,9 @@ def test_a_script_that_is_not_async_runs_a_task_and_leaves_nothing_open(cron: Cr
     query = (
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name ~ '^cronlock'"
     )
+    until_then = time.monotonic() + 5
+    while value(db, query) and time.monotonic() < until_then:
+        time.sleep(0.01)  # a server process ends a moment after its connection
     assert value(db, query) == 0
 
 
