@@ -106,11 +106,12 @@ def occurrence_of(headers: list[tuple[bytes, bytes]], fields: dict[bytes, bytes]
 
     Raises `PayloadError` for a key that is empty, too long or not visible ASCII, and for two different ones.
     """
-    keys = {value.strip() for name, value in headers if name == b"idempotency-key"}
-    if len(keys) > 1:
-        raise PayloadError("there are two Idempotency-Key headers with different values")
-    scheduled_for = moment(fields.get(b"x-cloudscheduler-scheduletime"))
-    if keys:
+    time = fields.get(b"x-cloudscheduler-scheduletime")
+    scheduled_for = None if time is None else moment(time)
+    if b"idempotency-key" in fields:
+        keys = {value.strip() for name, value in headers if name == b"idempotency-key"}
+        if len(keys) > 1:
+            raise PayloadError("there are two Idempotency-Key headers with different values")
         return checked(unquoted(keys.pop()), "Idempotency-Key"), scheduled_for
     if message := fields.get(b"upstash-message-id"):
         return checked(message, "Upstash-Message-Id"), scheduled_for
@@ -137,10 +138,10 @@ def checked(value: bytes, name: str) -> str:
     return text
 
 
-def moment(value: bytes | None) -> str | None:
+def moment(value: bytes) -> str | None:
     """A time that was sent with its zone, in UTC; None for anything else, since it is for information only."""
     try:
-        found = datetime.fromisoformat((value or b"").decode("ascii"))
+        found = datetime.fromisoformat(value.decode("ascii"))
         is_readable = found.tzinfo is not None and 1 < found.year < 9999  # in every time zone
         return found.astimezone(UTC).isoformat() if is_readable else None
     except (ValueError, OverflowError):
