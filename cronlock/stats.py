@@ -157,11 +157,11 @@ SELECT t.name AS task, t.paused_at IS NOT NULL AS is_paused,
   LEFT JOIN LATERAL (
         SELECT n.started_at FROM {run} n
          WHERE n.task >= t.name AND n.task <= t.name AND n.status <> 'skipped'
-          ORDER BY n.task, n.id DESC LIMIT 1) last ON true
+         ORDER BY n.task, n.id DESC LIMIT 1) last ON true
   LEFT JOIN LATERAL (
         SELECT n.finished_at FROM {run} n
          WHERE n.task >= t.name AND n.task <= t.name AND n.status = 'completed'
-          ORDER BY n.task, n.id DESC LIMIT 1) good ON true
+         ORDER BY n.task, n.id DESC LIMIT 1) good ON true
  ORDER BY t.name""",
     # A row whose lock is free is not running any more, whether its loss has been noticed or not.
     "running": f"""
