@@ -22,7 +22,7 @@ from cronlock.migrate import migrate
 
 POSTGRES = {
     "shared_buffers": "512MB",
-    "max_connections": "400",
+    "max_connections": "200",
     "max_wal_size": "4GB",
     "checkpoint_timeout": "30min",
 }

@@ -10,8 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psycopg
 
@@ -43,8 +42,7 @@ log = logging.getLogger("cronlock.run")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(NamedTuple):
     """What the message that opened a transaction came to; see `locks.Opening`."""
 
     seat: Seat
@@ -90,26 +88,21 @@ class Attempts:
 
         Raises `PayloadInvalid` for a key that the database cannot hold.
         """
-        gate = self.gate_of(call.task, call.key)
-        gate.callers += 1
-        try:
-            return await self._decide(gate, call)
-        finally:
-            gate.callers -= 1
-
-    async def _decide(self, gate: Gate, call: Call) -> Outcome:
         until = call.received + call.task.acquire_timeout.total_seconds() + DECISION_MARGIN
         for _ in range(ASKS):
             if self.is_draining:
                 raise Unavailable("shutting_down", "the server is shutting down")
             call.renew()
+            gate = self.gate_of(call.task, call.key)
             if gate.is_full and not call.is_asked_first:
                 return await self.skips.by_memory(call, gate.running[0], until)
             # A task that was registered late has no keys yet; an attempt finds them.
             can_be_seen = call.is_checked or bool(gate.lock_keys)
             is_asked = gate.is_contended or call.is_asked_first or call.task.name in self.skips.paused
-            if can_be_seen and is_asked and (outcome := await self.skips.ask(call, gate.lock_keys, until)) is not None:
-                return outcome
+            if can_be_seen and is_asked:
+                if (outcome := await self.skips.ask(call, gate.lock_keys, until)) is not None:
+                    return outcome
+                gate = self.gate_of(call.task, call.key)  # it may have been let go meanwhile
             gate.join(call)
             if gate.attempts is None:
                 gate.attempts = self._background.spawn(self._attempts(gate))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cronlock.context import Run
 from cronlock.gate import Call
@@ -34,8 +34,7 @@ class Stop:
         return Failure(self.type or types.get(self.status, "TransactionEnded"), self.message)
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(NamedTuple):
     """What the task's code came to: a value, or an exception of any kind."""
 
     value: Any = None
@@ -73,6 +72,7 @@ class Execution:
         self.started = time.monotonic()
         self.lending = Lending()
         self.run: Run | None = None
+        self._holder: Holder | None = None
         self.is_doing = False
         self.progress: dict[str, Any] | None = None
         """What the run said last of how far it is, until it is written."""
@@ -108,7 +108,10 @@ class Execution:
 
     def holder(self) -> Holder:
         """This run as the holder of its lock."""
-        return Holder(self.run_id, self.started_at, self.elapsed_ms(), self.instance)
+        elapsed_ms = self.elapsed_ms()
+        if self._holder is None or self._holder.elapsed_ms != elapsed_ms:
+            self._holder = Holder(self.run_id, self.started_at, elapsed_ms, self.instance)
+        return self._holder
 
     def ask_to_stop(self, stop: Stop) -> None:
         """Stop the run; the first reason counts."""

@@ -83,32 +83,24 @@ class Call:
     scheduled_for: str | None = None
     received: float = field(default_factory=time.monotonic)
     nonce: str = ""
+    is_checked: bool = field(init=False)
+    """Whether more is to be said of this call than its task and one lock that all runs of its task share."""
+    is_asked_first: bool = field(init=False)
+    """Whether the records may forbid this call although its lock is free."""
     decided: "asyncio.Future[Outcome | Execution | None]" = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        has_occurrence, task = self.occurrence is not None, self.task
+        self.is_checked = has_occurrence or not task.is_plain
+        self.is_asked_first = has_occurrence or task.min_interval is not None
 
     def renew(self) -> None:
         """A call that asks again is a new record."""
         self.nonce = new_nonce()
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether more is to be said of this call than its task and one lock that all runs of its task share."""
-        task = self.task
-        return (
-            self.occurrence is not None
-            or task.min_interval is not None
-            or task.key is not None
-            or task.max_concurrent > 1
-            or task.is_guarded
-        )
-
     def is_alike(self, other: "Call") -> bool:
         """Whether a transaction that was opened for the other will do for this one."""
         return self.task is other.task and self.occurrence == other.occurrence
-
-    @property
-    def is_asked_first(self) -> bool:
-        """Whether the records may forbid this call although its lock is free."""
-        return self.occurrence is not None or self.task.min_interval is not None
 
     def row(self, lock_key: int | None, facts: dict[str, Any] | None = None) -> dict[str, Any]:
         """The record of this call, with what its decision adds."""
@@ -173,8 +165,6 @@ class Gate:
         self.running: list[Execution] = []
         """The runs of this process that have a slot, oldest first."""
         self.waiting: list[Call] = []
-        self.callers = 0
-        """The calls that are being decided here, whether they wait for an attempt or ask the lock table."""
         self.attempts: asyncio.Task[None] | None = None
         self._contended_until = 0.0
 
@@ -186,7 +176,7 @@ class Gate:
     @property
     def is_idle(self) -> bool:
         """Whether nothing would be lost with this gate."""
-        return not self.running and not self.callers and self.attempts is None
+        return not self.running and self.attempts is None
 
     def refused(self) -> None:
         """An attempt was refused by a holder that could be seen."""

@@ -4,11 +4,13 @@ import json
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cronlock.errors import Cancel, Retry
 from cronlock.jsontext import clip
 
+dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 MESSAGE_LIMIT = 500
 TRACEBACK_LIMIT = 16_000
 OWN_TYPES = (
@@ -37,7 +39,7 @@ class Failure:
     sqlstate: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Holder:
     """Who held the lock: one of our runs, or a backend that is not ours. Only `run_id`: a run that ended before."""
 
@@ -48,18 +50,21 @@ class Holder:
     pid: int | None = None
     application_name: str | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """As the answer of a skipped call shows it."""
+    @cached_property
+    def json(self) -> str:
+        """As the answer of a skipped call shows it; one holder is that of many skips."""
         if self.run_id is None:
-            return {"pid": self.pid, "applicationName": self.application_name}
+            return dump({"pid": self.pid, "applicationName": self.application_name})
         if self.started_at is None:
-            return {"runId": self.run_id}
-        return {
-            "runId": self.run_id,
-            "startedAt": self.started_at,
-            "elapsedMs": self.elapsed_ms,
-            "instance": self.instance,
-        }
+            return dump({"runId": self.run_id})
+        return dump(
+            {
+                "runId": self.run_id,
+                "startedAt": self.started_at,
+                "elapsedMs": self.elapsed_ms,
+                "instance": self.instance,
+            }
+        )
 
 
 @dataclass(slots=True)

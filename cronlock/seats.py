@@ -8,8 +8,7 @@ the lock, made when the task first asks for it.
 import asyncio
 from collections.abc import Coroutine
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import psycopg
 from sqlalchemy import Connection as SqlConnection
@@ -31,8 +30,7 @@ creating: ContextVar[TaskConnection] = ContextVar("cronlock_creating")
 """The driver connection that SQLAlchemy's pool is to wrap next."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(NamedTuple):
     """What a message brought back: the rows of its last statement that had any, and its last command tag."""
 
     rows: list[Row]

@@ -36,7 +36,7 @@ class Lock:
         return repr(self.name) if self.number is None else str(self.number)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """A registered function and how it is to be run."""
 
@@ -62,10 +62,15 @@ class Task:
         """The name with the namespace before it, as lock names have it."""
         return f"{self.namespace}:{self.name}" if self.namespace else self.name
 
-    @property
+    @functools.cached_property
     def is_guarded(self) -> bool:
         """Whether the lock has a transaction of its own, and the task opens its own."""
         return self.mode == "guard"
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether its runs share one lock and nothing else decides which of them may run."""
+        return self.key is None and self.max_concurrent == 1 and self.min_interval is None and not self.is_guarded
 
     @property
     def required_fields(self) -> list[str]:

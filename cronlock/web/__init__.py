@@ -1,5 +1,6 @@
 """The HTTP side: `/cron/{task}`, the admin routes, two open probes, and what another application gets."""
 
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 NO_STORE = {"cache-control": "no-store"}
 
 
-class Application(Starlette):
-    """cronlock's routes; all else goes to `fallback`, if there is one, as it came: no middleware, no scope of ours."""
+class InFront(Starlette):
+    """cronlock's routes; all else goes to `fallback` as it came: no middleware, no scope of ours."""
 
-    fallback: ASGIApp | None = None
+    def __init__(self, fallback: ASGIApp, **options: Any) -> None:
+        super().__init__(**options)
+        self.fallback = fallback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.fallback is None or scope["type"] == "lifespan" or self._is_ours(scope):
+        if scope["type"] == "lifespan" or self._is_ours(scope):
             await super().__call__(scope, receive, send)
         else:
             await self.fallback(scope, receive, send)
@@ -36,7 +39,7 @@ class Application(Starlette):
         return any(route.matches(scope)[0] is not Match.NONE for route in self.routes)
 
 
-def application(cron: "Cronlock", fallback: ASGIApp | None = None, *, has_probes: bool = True) -> Application:
+def application(cron: "Cronlock", fallback: ASGIApp | None = None, *, has_probes: bool = True) -> Starlette:
     """The ASGI application of a `Cronlock`; never redirects, answers everything of its own in JSON."""
     if fallback is not None:
         require_asgi(fallback)
@@ -66,7 +69,8 @@ def application(cron: "Cronlock", fallback: ASGIApp | None = None, *, has_probes
             async with lifespan_of(fallback) as state, cron.lifespan(app):
                 yield state or None
 
-    app = Application(
+    make = Starlette if fallback is None else functools.partial(InFront, fallback)
+    app = make(
         routes=[
             Route("/cron/{task:path}", CronEndpoint(cron)),
             *(Route(path, endpoint) for path, endpoint in endpoints(cron)),
@@ -76,5 +80,4 @@ def application(cron: "Cronlock", fallback: ASGIApp | None = None, *, has_probes
         exception_handlers={404: not_found},
     )
     app.router.redirect_slashes = False
-    app.fallback = fallback
     return app

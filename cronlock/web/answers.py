@@ -1,6 +1,5 @@
 """What is answered: status, headers and a JSON body below 4 KB for everything that can happen."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +9,13 @@ from starlette.types import Send
 from cronlock.errors import PayloadInvalid, Unavailable
 from cronlock.explain import code
 from cronlock.jsontext import clip
-from cronlock.outcome import Outcome
+from cronlock.outcome import Outcome, dump
 from cronlock.web.auth import CHALLENGE
 
 RESULT_LIMIT = 3000
 FIELDS_LIMIT = 3000
 FIELD_LIMIT = 200
 STATUS = {"completed": 200, "failed": 500, "timed_out": 504, "cancelled": 500, "lost": 500}
-dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
@@ -101,7 +99,7 @@ def skipped(outcome: Outcome, http_status: int, headers: list[tuple[bytes, bytes
     """The answer of a skip; there may be thousands a second, and all but the holder is safe in JSON as it is."""
     if http_status != 200:
         headers.append((b"retry-after", str(outcome.retry_after).encode()))
-    holder = f',"holder":{dump(outcome.holder.as_json())}' if outcome.holder is not None else ""
+    holder = f',"holder":{outcome.holder.json}' if outcome.holder is not None else ""
     text = (
         f'{{"status":"skipped","code":"{outcome.reason}","reason":"{outcome.reason}","task":"{outcome.task}",'
         f'"runId":{outcome.run_id},"durationMs":{outcome.duration_ms}{holder}}}'

@@ -120,6 +120,9 @@ async def test_a_run_over_its_timeout_is_a_504_in_time_and_the_next_call_runs(
             assert value(db, "SELECT stopping_at IS NOT NULL FROM cronlock.lock_holder") is True
             await until(lambda: returned, "the thread returns", 6)
         await until(lambda: advisory_locks(db) == 0, "the lock is free", 1)
+        # Until its end is recorded the server itself says that it runs.
+        runner = (await cron.open()).runner
+        await until(lambda: not runner.active, "its end is recorded", 1)
         assert (await client.get("/cron/next")).json()["status"] == "completed"
     assert rows(db, name) == [("timed_out", None)]
     assert value(db, "SELECT result FROM cronlock.run WHERE task = %s", name) is None
