@@ -5,16 +5,17 @@ import contextvars
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
-from cronlock import runs
+from cronlock import enqueue, jobs, runs
 from cronlock.config import Settings
 from cronlock.database import Database
+from cronlock.enqueue import Enqueued
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.gate import Call, occurrence_fault
 from cronlock.inspecting import Inspector
@@ -24,7 +25,7 @@ from cronlock.readiness import Readiness
 from cronlock.recording import Recorder
 from cronlock.recovery import Timer
 from cronlock.runner import Runner, log
-from cronlock.tasks import Registry, Task, declare
+from cronlock.tasks import Dedupe, Registry, Task, declare
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -66,6 +67,14 @@ class Cronlock:
         skip_status: int | None = None,
         schedule: str | None = None,
         timezone: str = "UTC",
+        queue: str = "default",
+        priority: int = 0,
+        max_attempts: int | None = None,
+        retry_delay: str | float | timedelta = 1,
+        retry_cap: str | float | timedelta = 3600,
+        retry_on: "Sequence[type[BaseException]] | type[BaseException] | None" = None,
+        dedupe: Dedupe | None = None,
+        idempotency_ttl: str | float | timedelta | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated function as the task `name`, called at `/cron/<name>`.
 
@@ -83,6 +92,18 @@ class Cronlock:
         - `acquire_timeout`: how long a call may wait for a connection (CRONLOCK_ACQUIRE_TIMEOUT).
         - `skip_status`: the HTTP status of a skip: 200, 409 or 503 (CRONLOCK_SKIP_STATUS).
         - `schedule`, `timezone`: when a scheduler outside is expected to call; five cron fields or `@hourly`.
+
+        For its jobs:
+
+        - `queue`, `priority`: where they wait, and which goes first there: the higher one, then the older one.
+        - `max_attempts`: how often a job is tried (CRONLOCK_MAX_ATTEMPTS, 5).
+        - `retry_delay`, `retry_cap`: the second attempt begins within the first of these, each further one within
+          twice as much, up to the cap.
+        - `retry_on`: the exception types after which a job is tried again, in place of those that may pass by
+          themselves (see docs/retries.md).
+        - `dedupe`: how the idempotency key of a job is found where none is given: "payload", the names of fields of
+          the payload, or a callable that takes the payload and returns the key.
+        - `idempotency_ttl`: how long a key is remembered (CRONLOCK_IDEMPOTENCY_TTL, 1h).
 
         Raises `RegistrationError` for a name, lock or option that is not allowed.
         """
@@ -103,11 +124,90 @@ class Cronlock:
                     skip_status=skip_status,
                     schedule=schedule,
                     timezone=timezone,
+                    queue=queue,
+                    priority=priority,
+                    max_attempts=max_attempts,
+                    retry_delay=retry_delay,
+                    retry_cap=retry_cap,
+                    retry_on=retry_on,
+                    dedupe=dedupe,
+                    idempotency_ttl=idempotency_ttl,
                 )
             )
             return function
 
         return register
+
+    async def enqueue(
+        self,
+        connection: Any,
+        name: str,
+        payload: Any = None,
+        *,
+        run_at: datetime | None = None,
+        delay: str | float | timedelta | None = None,
+        priority: int | None = None,
+        queue: str | None = None,
+        max_attempts: int | None = None,
+        idempotency_key: str | None = None,
+    ) -> Enqueued:
+        """Write a job of the task `name`, in the caller's transaction.
+
+        - `connection`: whose transaction it is: an `AsyncConnection` or `AsyncSession` of SQLAlchemy, over any driver,
+          or psycopg's `AsyncConnection`. The job is there when that commits. None: in a transaction of its own,
+          durable when this returns.
+        - `payload`: a dict that JSON can hold, or a pydantic model; it must fit the task.
+        - `run_at`: a time with its zone; `delay`: "90s", "15m", seconds or a timedelta. At most one of them.
+        - `priority`, `queue`, `max_attempts`: in place of the task's.
+        - `idempotency_key`: 1 to 255 characters that name this enqueue: a second one with the same key gives the first
+          job's id. In place of what the task's `dedupe` says.
+
+        Raises `UnknownTask`, `PayloadError`, `PayloadInvalid`, `IdempotencyKeyReused`, `IdempotencyKeyInUse`, and
+        `Unavailable` where the transaction is its own; else what the connection raises.
+        """
+        keys = None if idempotency_key is None else [idempotency_key]
+        (enqueued,) = await self.enqueue_many(
+            connection, name, [payload], run_at=run_at, delay=delay, priority=priority, queue=queue,
+            max_attempts=max_attempts, idempotency_keys=keys,
+        )  # fmt: skip
+        return enqueued
+
+    async def enqueue_many(
+        self,
+        connection: Any,
+        name: str,
+        payloads: "Sequence[Any]",
+        *,
+        run_at: datetime | None = None,
+        delay: str | float | timedelta | None = None,
+        priority: int | None = None,
+        queue: str | None = None,
+        max_attempts: int | None = None,
+        idempotency_keys: "Sequence[str] | None" = None,
+    ) -> list[Enqueued]:
+        """As `enqueue`, for thousands of payloads in one statement; `idempotency_keys` are in their order."""
+        task = self.tasks.get(name)
+        wanted = enqueue.order(
+            task, payloads, run_at=run_at, delay=delay, priority=priority, queue=queue, max_attempts=max_attempts,
+            keys=idempotency_keys,
+        )  # fmt: skip
+        if not payloads:
+            return []
+        if connection is None:
+            process = self._process or await self._open_late()
+            return await process.enqueuer.enqueue(wanted)
+        return await enqueue.on_async(connection, jobs.statements(self.settings.schema_name), wanted)
+
+    def enqueue_sync(self, connection: Any, name: str, payload: Any = None, **options: Any) -> Enqueued:
+        """`enqueue` for a connection that is not async: SQLAlchemy's `Connection` or `Session`, psycopg's `Connection`.
+
+        Takes the same options and raises the same.
+        """
+        if "idempotency_key" in options:
+            key = options.pop("idempotency_key")
+            options["keys"] = None if key is None else [key]
+        wanted = enqueue.order(self.tasks.get(name), [payload], **options)
+        return enqueue.on_sync(connection, jobs.statements(self.settings.schema_name), wanted)[0]
 
     async def run(
         self, name: str, payload: dict[str, Any] | None = None, *, idempotency_key: str | None = None
@@ -351,6 +451,7 @@ class Process:
         self.runner = Runner(self.database, self.recorder, statements, self.instance, settings.scrub, self.metrics)
         self.readiness = Readiness(self.database, self.runner, tasks)
         self.inspector = Inspector(settings)
+        self.enqueuer = enqueue.Enqueuer(self.database, jobs.statements(settings.schema_name))
         self._timer: asyncio.Task[None] | None = None
         self.joined = 0
         """How many calls of other threads `run_sync` has in this process's loop."""
@@ -391,6 +492,7 @@ class Process:
                 self._timer.cancel()
                 await asyncio.wait((self._timer,), timeout=1)
         await self.inspector.close()
+        await self.enqueuer.close()
         await self.runner.spawn(self.database.close())
 
     def _pools(self) -> dict[str, dict[str, int]]:

@@ -303,6 +303,27 @@ class Settings(BaseSettings):
         example="15s",
         about="how often lost runs are looked for",
     )
+    lease: Duration = setting(
+        timedelta(seconds=30), "CRONLOCK_LEASE", example="30s", about="how long a worker has a job without renewing it"
+    )
+    presence_grace: Duration = setting(
+        timedelta(seconds=3),
+        "CRONLOCK_PRESENCE_GRACE",
+        example="3s",
+        about="how long a worker must be seen to be gone before its jobs are taken",
+    )
+    worker_concurrency: Count = setting(
+        10, "CRONLOCK_WORKER_CONCURRENCY", example="10", about="jobs at once, per worker", ge=1, le=10_000
+    )
+    max_attempts: Count = setting(
+        5, "CRONLOCK_MAX_ATTEMPTS", example="5", about="how often a job is tried", ge=1, le=10_000
+    )
+    idempotency_ttl: Duration = setting(
+        timedelta(hours=1),
+        "CRONLOCK_IDEMPOTENCY_TTL",
+        example="1h",
+        about="how long a second enqueue with the same key gives the first job",
+    )
     max_body: Size = setting(1024**2, "CRONLOCK_MAX_BODY", example="1MiB", about="the largest request body")
     pool_size: Count = setting(
         10, "CRONLOCK_POOL_SIZE", example="10", about="connections for runs, per process", ge=1, le=1000

@@ -15,7 +15,9 @@ from cronlock.lines import Lines, TaskLog
 from cronlock.tasks import INT64
 
 if TYPE_CHECKING:
+    from cronlock.attempt import Attempt
     from cronlock.execution import Execution
+    from cronlock.seats import Seat
 
 EFFECTS = UUID("5b1d2c4e-6f0a-5d8b-9c37-2a41e0f7c6d9")
 """The namespace of effect keys (RFC 9562, section 5.5)."""
@@ -35,11 +37,13 @@ class Run:
     """
 
     def __init__(
-        self, execution: "Execution", scrub: Callable[[str], str], report: Callable[[dict[str, Any] | None], None]
+        self,
+        execution: "Execution | Attempt",
+        scrub: Callable[[str], str],
+        report: Callable[[dict[str, Any] | None], None],
     ) -> None:
         call = execution.call
         self._execution = execution
-        self._seat = execution.seat
         self._session: AsyncSession | Session | None = None
         self._scrub = scrub
         self._report = report
@@ -56,6 +60,12 @@ class Run:
         """How many times this occurrence was tried, from 1; 1 where there is no occurrence."""
         self.occurrence = call.occurrence
         """The tick or delivery that this run belongs to, if it is known."""
+
+    @property
+    def _seat(self) -> "Seat":
+        seat = self._execution.seat
+        assert seat is not None, "only a task in guard mode has none"
+        return seat
 
     @cached_property
     def log(self) -> TaskLog:
@@ -78,8 +88,8 @@ class Run:
         occurrence has its own. `name` tells the effects of one run apart, such as `f"charge:{invoice}"`. Two
         installations that send to one account elsewhere need a namespace each, which is part of it.
         """
-        of = ("occurrence", self.occurrence) if self.occurrence is not None else ("run", self._execution.call.nonce)
-        return str(uuid5(EFFECTS, "\x1f".join((self._execution.task.full_name, *of, name))))
+        execution = self._execution
+        return str(uuid5(EFFECTS, "\x1f".join((execution.task.full_name, *execution.effects_of, name))))
 
     @property
     def connection(self) -> Any:
@@ -111,7 +121,7 @@ class Run:
         return self._seat.connection
 
     def _touch(self, name: str) -> None:
-        if self._execution.guard is not None:
+        if self._execution.task.is_guarded:
             raise NotInTransaction(
                 f"run.{name} is for tasks in transaction mode; the task {self.task!r} is in guard mode, where the lock"
                 " has a transaction of its own: open a connection of your own, and commit on it"
@@ -136,7 +146,7 @@ class Run:
         """
         if stopped := self._execution.lending.stopped:
             raise StatementRefused(f"the run is being stopped: {stopped}")
-        if is_gone(self._seat.connection):
+        if self._execution.seat is not None and is_gone(self._seat.connection):
             raise LockLost("the connection that held the lock is gone")
         if (guard := self._execution.guard) is not None:
             guard.check()

@@ -97,7 +97,7 @@ class Database:
         lending = make_conninfo(conninfo, application_name=BETWEEN_RUNS)
         is_pooled = settings.pooler == "transaction"
         # The end of a run must not wait for a slot of the pooler, all of which may be kept by open runs.
-        past_pooler = network(settings.direct_url) if is_pooled and settings.direct_url else conninfo
+        self.past_pooler = past_pooler = network(settings.direct_url) if is_pooled and settings.direct_url else conninfo
         self.prepare_threshold = None if is_pooled else 5
         self.keeps_records_apart = not is_pooled or past_pooler != conninfo
         """Whether a recording connection is a server session of our own, on which statements stay prepared."""
@@ -218,6 +218,13 @@ class Database:
             raise
         finally:
             await self.records.putconn(connection)
+
+    async def connect(self, seconds: float) -> "psycopg.AsyncConnection[Any]":
+        """A connection of the caller's own, past the pooler if there is a way; raises psycopg's errors."""
+        async with asyncio.timeout(seconds):
+            return await psycopg.AsyncConnection.connect(
+                self.past_pooler, autocommit=True, prepare_threshold=None if self.prepare_threshold is None else 5
+            )
 
     async def learn(self, connection: "psycopg.AsyncConnection[Any]") -> Server:
         """Find out what the server can do, and let SQLAlchemy's dialects look at it, once."""

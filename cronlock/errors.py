@@ -7,6 +7,8 @@ CronlockError
 ├── MigrationError         the schema could not be brought up to date
 ├── PayloadError           what arrived is not a payload (HTTP 400)
 ├── PayloadInvalid         a payload that does not fit the task's model (HTTP 422)
+├── IdempotencyKeyReused   an idempotency key that has named another payload (HTTP 422)
+├── IdempotencyKeyInUse    the first enqueue with this key has not ended yet (HTTP 409)
 ├── UnknownTask            no task of that name is registered (HTTP 404)
 ├── Unavailable            nothing was run and nothing was decided; ask again later (HTTP 503)
 ├── TransactionRefused     a task tried to end the transaction that holds its lock
@@ -55,6 +57,25 @@ class PayloadInvalid(CronlockError):
     def __init__(self, fields: list[dict[str, Any]]) -> None:
         super().__init__("the payload does not fit the task")
         self.fields = fields
+
+
+class IdempotencyKeyReused(CronlockError):
+    """The key was used before, for another payload; `job_id` is the job that it named then."""
+
+    def __init__(self, key: str, job_id: int) -> None:
+        super().__init__(f"the idempotency key {key!r} has named another payload before: that of job {job_id}")
+        self.key = key
+        self.job_id = job_id
+
+
+class IdempotencyKeyInUse(CronlockError):
+    """Another transaction is about to use the key; ask again in `retry_after` seconds."""
+
+    retry_after = 1
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the idempotency key {key!r} is being used by another transaction that has not ended")
+        self.key = key
 
 
 class UnknownTask(CronlockError):

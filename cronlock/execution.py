@@ -1,21 +1,25 @@
 """One run while it runs: its code, what may stop it, and what its caller waits for."""
 
 import asyncio
+import contextvars
 import inspect
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cronlock.context import Run
 from cronlock.gate import Call
 from cronlock.guard import Guard
-from cronlock.lending import Lending
+from cronlock.lending import CONTEXT, Lending
 from cronlock.lines import Lines
 from cronlock.outcome import Failure, Holder, Outcome
 from cronlock.seats import Seat
 from cronlock.tasks import Task
+
+if TYPE_CHECKING:
+    from cronlock.attempt import Attempt
 
 T = TypeVar("T")
 
@@ -91,6 +95,11 @@ class Execution:
         """The task that runs."""
         return self.call.task
 
+    @property
+    def effects_of(self) -> tuple[str, str]:
+        """What its effect keys are for: its occurrence, whichever run of it this is, or this run."""
+        return ("run", self.call.nonce) if self.call.occurrence is None else ("occurrence", self.call.occurrence)
+
     def elapsed_ms(self) -> int:
         """Milliseconds since the run began."""
         return round((time.monotonic() - self.started) * 1000)
@@ -138,6 +147,14 @@ def awaited(value: T) -> T:
             "the task returned a coroutine that was not awaited; a decorator around an async task must be async too"
         )
     return value
+
+
+def do(execution: "Execution | Attempt", run: Run, context: contextvars.Context) -> "asyncio.Future[Returned]":
+    """Call the task's function in `context`; the only place that calls one."""
+    context.run(CONTEXT.set, execution.lending)
+    if execution.task.is_async:
+        return asyncio.get_running_loop().create_task(contain(execution.task, run), context=context)
+    return in_thread(execution.task, run, context.run)
 
 
 async def contain(task: Task, run: Run) -> Returned:

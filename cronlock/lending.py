@@ -13,17 +13,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import psycopg
 from psycopg.adapt import AdaptersMap
 from psycopg.errors import Diagnostic
-from psycopg.pq import TransactionStatus
+from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
+from cronlock import wire
 from cronlock.errors import LockLost, StatementRefused, TransactionEnded, TransactionRefused
+from cronlock.wire import Row
 
 GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+
+
+class Opening(Protocol):
+    """A transaction that is begun when it is first needed."""
+
+    def message(self) -> bytes:
+        """What begins it; its last statement gives the rows for `opened`."""
+
+    def opened(self, rows: list[Row]) -> None:
+        """It is begun; raises for rows with which it is not to be used."""
 
 
 class Lending:
@@ -35,6 +47,8 @@ class Lending:
         self.stopped: str | None = None
         self.is_over = False
         self.in_flight = 0
+        self.opening: Opening | None = None
+        """What begins the transaction, where it begins with the task's first statement."""
 
     def refuse(self, what: str) -> TransactionRefused:
         """The error for `what`; the run is failed by the first of them."""
@@ -138,6 +152,8 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
         self.server_cursor_factory = psycopg.AsyncServerCursor
 
     async def wait(self, *args: Any, **kwargs: Any) -> Any:
+        if (lending := self.lent()) is not None and lending.opening is not None:
+            await self._begin(lending, lending.opening)
         if (lending := self.admit()) is None:
             return await super().wait(*args, **kwargs)
         lending.in_flight += 1
@@ -146,6 +162,15 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
         except psycopg.Error as error:
             lending.note(error)
             raise
+        finally:
+            lending.in_flight -= 1
+
+    async def _begin(self, lending: Lending, opening: Opening) -> None:
+        lending.admit(TransactionStatus.INTRANS)
+        lending.opening = None
+        lending.in_flight += 1
+        try:
+            opening.opened(wire.rows((await wire.send(self, opening.message()))[-1]))
         finally:
             lending.in_flight -= 1
 
@@ -191,6 +216,8 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
         self.server_cursor_factory = psycopg.ServerCursor
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        if (lending := self.lent()) is not None and lending.opening is not None:
+            self._begin(lending, lending.opening)
         if (lending := self.admit()) is None:
             return super().wait(*args, **kwargs)
         lending.in_flight += 1
@@ -199,6 +226,18 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
         except psycopg.Error as error:
             lending.note(error)
             raise
+        finally:
+            lending.in_flight -= 1
+
+    def _begin(self, lending: Lending, opening: Opening) -> None:
+        lending.admit(TransactionStatus.INTRANS)
+        lending.opening = None
+        lending.in_flight += 1
+        try:
+            result = self.pgconn.exec_(opening.message())  # its cursor would want the lock that is held around us
+            if result.status == ExecStatus.FATAL_ERROR:
+                raise wire.refusal(result)
+            opening.opened(wire.rows(result))
         finally:
             lending.in_flight -= 1
 

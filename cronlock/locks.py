@@ -160,6 +160,40 @@ def text_of(text: str) -> bytes:
     return b"pg_catalog.convert_from(pg_catalog.decode('%s', 'hex'), 'UTF8')" % text.encode().hex().encode()
 
 
+def job_opening(task: Task, server: Server, name: str, mark: sql.Composable, check: sql.Composable) -> bytes:
+    """Begin the transaction of a job of this task.
+
+    `mark` notes on its row which backend has it, in a transaction before, so that its row is not locked while it runs;
+    `check`, the last statement, says whether the lease is still held, and when the transaction began. `name` is what
+    the transaction is called in pg_stat_activity.
+    """
+    limits = [*(["transaction_timeout"] if server.version >= 170000 else [])]
+    settings: dict[str, str | int] = dict.fromkeys(("statement_timeout", "lock_timeout", *limits), 0)
+    settings["idle_in_transaction_session_timeout"] = 0
+    if task.timeout is not None:
+        settings |= opening_settings(task, server, timedelta(0))
+    elif server.has_check_interval:
+        settings["client_connection_check_interval"] = 500
+    lines = [
+        sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED"),
+        sql.SQL("SET LOCAL search_path = pg_catalog"),
+        sql.SQL("SET LOCAL synchronous_commit = off"),  # if it is lost with the server, so is the backend
+        mark,
+        sql.SQL("COMMIT"),
+        sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED NOT DEFERRABLE"),
+        *([sql.SQL("SET LOCAL transaction_timeout = 0")] if server.version >= 170000 else []),
+        set_local({**settings, "application_name": name}),
+        sql.SQL(f"SAVEPOINT {SAVEPOINT}"),
+        check,
+    ]
+    return join(lines)
+
+
+def job_closing(complete: sql.Composable) -> bytes:
+    """Commit a job's work together with its end, which `complete` writes, or raise."""
+    return join([*before_closing(), complete, *LEFTOVERS, sql.SQL("COMMIT")])
+
+
 RESETS = [sql.SQL("RESET SESSION AUTHORIZATION"), sql.SQL("RESET ROLE"), sql.SQL("RESET ALL")]
 LEFTOVERS = [sql.SQL("UNLISTEN *"), sql.SQL("CLOSE ALL"), sql.SQL("DISCARD TEMP"), sql.SQL("DISCARD SEQUENCES")]
 LEFT_AT = {True: -6, False: -1}
@@ -173,6 +207,16 @@ def set_local(settings: dict[str, str | int]) -> sql.Composable:
         sql.SQL("pg_catalog.set_config({}, {}, true)").format(name, str(value)) for name, value in settings.items()
     ]
     return sql.SQL("SELECT {}").format(sql.SQL(", ").join(calls))
+
+
+def before_closing() -> list[sql.Composable]:
+    """What comes before the end of a transaction that a task had: its constraints are checked, its settings undone."""
+    return [
+        sql.SQL("SET CONSTRAINTS ALL IMMEDIATE"),
+        sql.SQL(f"RELEASE SAVEPOINT {SAVEPOINT}"),
+        *RESETS,
+        set_local({"search_path": "pg_catalog", "statement_timeout": 30000, "lock_timeout": 30000}),
+    ]
 
 
 def join(lines: Sequence[sql.Composable]) -> bytes:
@@ -194,16 +238,10 @@ class Closing:
     @staticmethod
     def _compose(schema: str, is_touched: bool) -> list[bytes]:
         hole = sql.SQL("\0")
-        before = [
-            sql.SQL("SET CONSTRAINTS ALL IMMEDIATE"),
-            sql.SQL(f"RELEASE SAVEPOINT {SAVEPOINT}"),
-            *RESETS,
-            set_local({"search_path": "pg_catalog", "statement_timeout": 30000, "lock_timeout": 30000}),
-        ]
         complete = sql.SQL("SELECT {}({}, {}, {}, {}, {})").format(
             sql.Identifier(schema, "complete_run"), hole, hole, hole, is_touched, hole
         )
-        lines = [*before, complete, *LEFTOVERS] if is_touched else [complete]
+        lines = [*before_closing(), complete, *LEFTOVERS] if is_touched else [complete]
         return join([*lines, sql.SQL("COMMIT")]).split(b"\0")
 
     def message(self, run_id: int, opened_us: int, result: str | None, is_touched: bool, log: str | None) -> bytes:

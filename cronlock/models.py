@@ -13,22 +13,26 @@ from sqlalchemy import (
     Integer,
     Interval,
     MetaData,
+    Sequence,
     SmallInteger,
     func,
     text,
 )
 from sqlalchemy import Text as SqlText
-from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.dialects.postgresql import UUID as SqlUuid
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-REVISION = "0002"
+REVISION = "0003"
 """The schema revision that this code reads and writes; a test holds it against the newest migration."""
 
 RUN_STATUSES = ("running", "completed", "failed", "timed_out", "cancelled", "lost", "skipped")
 SKIP_REASONS = ("already_running", "duplicate", "too_soon", "paused", "queued_already")
 TRIGGERS = ("http", "schedule", "manual", "job")
 MODES = ("transaction", "guard", "queue")
+JOB_ENDS = ("completed", "failed", "cancelled")
+JOB_STATUSES = ("queued", "processing", *JOB_ENDS)
+ATTEMPT_ENDS = ("failed", "timed_out", "cancelled", "lost")
 
 
 def one_of(column: str, words: tuple[str, ...]) -> str:
@@ -55,6 +59,10 @@ class Base(DeclarativeBase):
         timedelta: Interval,
         UUID: SqlUuid(as_uuid=True),
     }
+
+
+JOB_ID = Sequence("job_id", data_type=BigInteger, metadata=Base.metadata)
+"""The numbers of jobs, wherever they are."""
 
 
 class TaskRow(Base):
@@ -162,3 +170,143 @@ class RunRow(Base):
     mode: Mapped[str | None]
     cancel_requested_at: Mapped[datetime | None]
     cancel_requested_by: Mapped[str | None]
+
+
+class JobRow(Base):
+    """A live job: due, or under way in a worker (then it has a lease)."""
+
+    __tablename__ = "job"
+    __table_args__ = (
+        CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
+        CheckConstraint("(lease_token IS NULL) = (lease_until IS NULL)", name="lease"),
+        Index("job_due_idx", "queue", text("priority DESC"), "id"),
+        Index("job_suspect_idx", "queue", "id", postgresql_where=text("losses > 1")),
+    )
+
+    id: Mapped[int] = mapped_column(JOB_ID, primary_key=True, server_default=JOB_ID.next_value())
+    task: Mapped[str]
+    queue: Mapped[str]
+    priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    payload: Mapped[dict[str, Any]] = mapped_column(JSONB)
+    trigger: Mapped[str]
+    occurrence: Mapped[str | None]
+    idempotency_key: Mapped[str | None]
+    max_attempts: Mapped[int] = mapped_column(SmallInteger)
+    attempts: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    losses: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    enqueued_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    run_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    cancel_requested_at: Mapped[datetime | None]
+    cancel_requested_by: Mapped[str | None]
+    started_at: Mapped[datetime | None]
+    worker: Mapped[UUID | None]
+    lease_token: Mapped[UUID | None]
+    lease_until: Mapped[datetime | None]
+    backend_pid: Mapped[int | None] = mapped_column(Integer)
+    progress_done: Mapped[int | None]
+    progress_total: Mapped[int | None]
+
+
+class WaitingJobRow(Base):
+    """A job that waits for its time: enqueued for later, or to be tried again."""
+
+    __tablename__ = "job_waiting"
+    __table_args__ = (
+        CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
+        Index("job_waiting_run_at_idx", "queue", "run_at"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    task: Mapped[str]
+    queue: Mapped[str]
+    priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    payload: Mapped[dict[str, Any]] = mapped_column(JSONB)
+    trigger: Mapped[str]
+    occurrence: Mapped[str | None]
+    idempotency_key: Mapped[str | None]
+    max_attempts: Mapped[int] = mapped_column(SmallInteger)
+    attempts: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    losses: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    enqueued_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    run_at: Mapped[datetime]
+
+
+class EndedJobRow(Base):
+    """A job that has ended."""
+
+    __tablename__ = "job_history"
+    __table_args__ = (
+        CheckConstraint(one_of("status", JOB_ENDS), name="status"),
+        Index("job_history_failed_idx", "id", postgresql_where=text("status = 'failed'")),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    task: Mapped[str]
+    queue: Mapped[str]
+    priority: Mapped[int] = mapped_column(SmallInteger)
+    payload: Mapped[dict[str, Any]] = mapped_column(JSONB)
+    trigger: Mapped[str]
+    occurrence: Mapped[str | None]
+    idempotency_key: Mapped[str | None]
+    max_attempts: Mapped[int] = mapped_column(SmallInteger)
+    attempts: Mapped[int] = mapped_column(SmallInteger)
+    losses: Mapped[int] = mapped_column(SmallInteger)
+    enqueued_at: Mapped[datetime]
+    run_at: Mapped[datetime]
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    worker: Mapped[UUID | None]
+    status: Mapped[str]
+    result: Mapped[str | None]
+    error_type: Mapped[str | None]
+    error_message: Mapped[str | None]
+
+
+class AttemptRow(Base):
+    """An attempt at a job that did not complete, with its error."""
+
+    __tablename__ = "job_attempt"
+    __table_args__ = (CheckConstraint(one_of("status", ATTEMPT_ENDS), name="status"),)
+
+    job_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    attempt: Mapped[int] = mapped_column(SmallInteger, primary_key=True, autoincrement=False)
+    status: Mapped[str]
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    worker: Mapped[UUID | None]
+    error_type: Mapped[str | None]
+    error_message: Mapped[str | None]
+    error_traceback: Mapped[str | None]
+    error_sqlstate: Mapped[str | None]
+
+
+class IdempotencyKeyRow(Base):
+    """A key that has named an enqueue, and the job that it gave; it outlives the job."""
+
+    __tablename__ = "idempotency_key"
+    __table_args__ = (Index("idempotency_key_expires_at_idx", "expires_at"),)
+
+    task: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    fingerprint: Mapped[str]
+    job_id: Mapped[int]
+    expires_at: Mapped[datetime]
+
+
+class WorkerRow(Base):
+    """A worker process, and the lock by which others see that it is there."""
+
+    __tablename__ = "worker"
+
+    id: Mapped[UUID] = mapped_column(primary_key=True)
+    host: Mapped[str]
+    pid: Mapped[int] = mapped_column(Integer)
+    release: Mapped[str | None]
+    queues: Mapped[list[str]] = mapped_column(ARRAY(SqlText))
+    concurrency: Mapped[int] = mapped_column(Integer)
+    presence_key: Mapped[int]
+    has_presence: Mapped[bool] = mapped_column(server_default=text("false"))
+    is_idle: Mapped[bool] = mapped_column(server_default=text("false"))
+    is_draining: Mapped[bool] = mapped_column(server_default=text("false"))
+    started_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    seen_until: Mapped[datetime]

@@ -18,10 +18,9 @@ from cronlock.closing import Closer
 from cronlock.context import Run
 from cronlock.database import Database
 from cronlock.errors import Unavailable
-from cronlock.execution import Execution, Returned, Stop, contain, in_thread
+from cronlock.execution import Execution, Returned, Stop, do
 from cronlock.gate import Call, Gate
 from cronlock.guard import Guard
-from cronlock.lending import CONTEXT
 from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome, failure
 from cronlock.recording import Recorder
@@ -112,8 +111,6 @@ class Runner:
         run = execution.run = Run(execution, self._scrub, lambda said: self._say(execution, said))
         watching = self._guard(execution) if task.is_guarded else None
         loop = asyncio.get_running_loop()
-        context = execution.call.context
-        context.run(CONTEXT.set, lending)
         seat.connection.lending = lending
         timer = None
         if task.timeout is not None:
@@ -121,11 +118,7 @@ class Runner:
             stop = Stop("timed_out", f"the task ran over its timeout of {limit:g} s")
             timer = loop.call_later(limit, execution.ask_to_stop, stop)
         execution.is_doing = True
-        code: asyncio.Future[Returned]
-        if task.is_async:
-            code = loop.create_task(contain(task, run), context=context)
-        else:
-            code = in_thread(task, run, context.run)
+        code = do(execution, run, execution.call.context)
         try:
             code.add_done_callback(execution.turn)
             await execution.turned

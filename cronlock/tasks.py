@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,9 +20,13 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.ASCII)
 INT64 = range(-(2**63), 2**63)
 MODES = ("transaction", "guard")
 MOST_SLOTS = 100
+MOST_PRIORITY = 1000
+MOST_ATTEMPTS = 10_000
 SEPARATOR = "\x1f"
 """Between the parts of what is hashed for a key or an occurrence."""
 SkipStatus = Literal[200, 409, 503]
+Dedupe = str | Sequence[str] | Callable[[Any], Any]
+"""How the idempotency key of a job is found where none is given; see `Cronlock.task`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,14 @@ class Task:
     max_concurrent: int = 1
     min_interval: timedelta | None = None
     namespace: str = ""
+    queue: str = "default"
+    priority: int = 0
+    max_attempts: int = 5
+    retry_delay: timedelta = timedelta(seconds=1)
+    retry_cap: timedelta = timedelta(hours=1)
+    retry_on: tuple[type[BaseException], ...] | None = None
+    dedupe: Dedupe | None = None
+    idempotency_ttl: timedelta = timedelta(hours=1)
 
     @property
     def full_name(self) -> str:
@@ -173,6 +185,14 @@ def declare(
     skip_status: int | None,
     schedule: str | None,
     timezone: str,
+    queue: str = "default",
+    priority: int = 0,
+    max_attempts: int | None = None,
+    retry_delay: str | float | timedelta = 1,
+    retry_cap: str | float | timedelta = 3600,
+    retry_on: Sequence[type[BaseException]] | type[BaseException] | None = None,
+    dedupe: Dedupe | None = None,
+    idempotency_ttl: str | float | timedelta | None = None,
 ) -> Task:
     """Check what the decorator was given and make the `Task`; raises `RegistrationError`."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
@@ -206,6 +226,9 @@ def declare(
         usual = None if mode == "guard" else settings.timeout
         task_timeout = usual if timeout is None else span("timeout", timeout)
         task_acquire = settings.acquire_timeout if acquire_timeout is None else span("acquire_timeout", acquire_timeout)
+        of_jobs = options_of_jobs(
+            settings, queue, priority, max_attempts, retry_delay, retry_cap, retry_on, dedupe, idempotency_ttl
+        )
     except (ConfigError, ValueError) as error:
         raise RegistrationError(f"task {name!r}: {error}") from None
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -233,7 +256,56 @@ def declare(
         max_concurrent=max_concurrent,
         min_interval=task_interval,
         namespace=settings.namespace,
+        **of_jobs,
     )
+
+
+def options_of_jobs(
+    settings: Settings,
+    queue: str,
+    priority: int,
+    max_attempts: int | None,
+    retry_delay: str | float | timedelta,
+    retry_cap: str | float | timedelta,
+    retry_on: Sequence[type[BaseException]] | type[BaseException] | None,
+    dedupe: Dedupe | None,
+    idempotency_ttl: str | float | timedelta | None,
+) -> dict[str, Any]:
+    """The options of a task for its jobs, checked; raises ValueError naming the one that is wrong."""
+    if dedupe is not None and dedupe != "payload" and not callable(dedupe):
+        if isinstance(dedupe, str) or not all(isinstance(name, str) and name for name in dedupe) or not dedupe:
+            raise ValueError(f"dedupe must be 'payload', the names of fields, or a callable, not {dedupe!r}")
+        dedupe = tuple(dedupe)
+    kinds = None if retry_on is None else (retry_on,) if isinstance(retry_on, type) else tuple(retry_on)
+    if kinds is not None and not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
+        raise ValueError(f"retry_on must be exception types, not {retry_on!r}")
+    most = settings.max_attempts if max_attempts is None else max_attempts
+    return {
+        "queue": queue_name(queue),
+        "priority": whole("priority", priority, -MOST_PRIORITY, MOST_PRIORITY),
+        "max_attempts": whole("max_attempts", most, 1, MOST_ATTEMPTS),
+        "retry_delay": span("retry_delay", retry_delay),
+        "retry_cap": span("retry_cap", retry_cap),
+        "retry_on": kinds,
+        "dedupe": dedupe,
+        "idempotency_ttl": (
+            settings.idempotency_ttl if idempotency_ttl is None else span("idempotency_ttl", idempotency_ttl)
+        ),
+    }
+
+
+def whole(option: str, given: Any, least: int, most: int) -> int:
+    """A whole number within bounds; raises ValueError with the name of the option."""
+    if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= most:
+        raise ValueError(f"{option} must be a whole number from {least} to {most}, not {given!r}")
+    return given
+
+
+def queue_name(given: Any) -> str:
+    """The name of a queue; raises ValueError for one that is not allowed."""
+    if not isinstance(given, str) or not NAME.fullmatch(given):
+        raise ValueError(f"queue must be 1 to 40 of a-z 0-9 . _ - beginning with a letter or digit, not {given!r}")
+    return given
 
 
 def span(option: str, given: str | float | timedelta, longest: timedelta = LONGEST_TIMEOUT) -> timedelta:

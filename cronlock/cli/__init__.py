@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cronlock.cli import dev, exits, locks, migrate, pause, prune, recover, run, runs, secret, serve, tasks
+from cronlock.cli import dev, exits, locks, migrate, pause, prune, recover, run, runs, secret, serve, tasks, worker
 
 HELP = """
 Cron routes that never overlap, on PostgreSQL alone.
@@ -45,6 +45,7 @@ app = typer.Typer(
 app.callback()(cronlock)
 app.command("dev", rich_help_panel="Run it")(dev.dev)
 app.command("serve", rich_help_panel="Run it")(serve.serve)
+app.command("worker", rich_help_panel="Run it")(worker.worker)
 app.command("run", rich_help_panel="Run it")(run.run)
 app.command("migrate", rich_help_panel="Run it")(migrate.migrate)
 app.command("secret", rich_help_panel="Run it")(secret.secret)

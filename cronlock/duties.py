@@ -1,0 +1,114 @@
+"""What every worker does for all: put jobs that are due into their queue, and take back those of workers that are gone.
+
+No worker leads. Each of these statements takes what no other one has locked, at most so much at once, and decides by
+the row itself.
+"""
+
+import asyncio
+import logging
+import random
+import time
+
+import psycopg
+
+from cronlock import jobs, wire
+from cronlock.database import Database
+from cronlock.errors import Unavailable
+from cronlock.link import Link
+from cronlock.recording import HEAD
+from cronlock.worker import Worker
+
+PROMOTE_EVERY = 0.5
+PROMOTED_AT_ONCE = 1000
+LOOK_EVERY = 1.0
+SEND_WITHIN = 15.0
+
+log = logging.getLogger("cronlock.recovery")
+
+
+class Duties:
+    """One worker's part of them."""
+
+    def __init__(self, database: Database, statements: jobs.Statements, worker: Worker) -> None:
+        self._statements = statements
+        self._worker = worker
+        self._grace = database.settings.presence_grace
+        self._link = Link(database, statements)
+        self._missed: dict[str, float] = {}
+        """When a worker was first seen to be gone, in monotonic seconds."""
+        self.recovered = 0
+
+    async def keep(self) -> None:
+        """Until cancelled."""
+        look_at = 0.0
+        while True:
+            rest = PROMOTE_EVERY
+            try:
+                rest = await self._promote()
+                if (now := time.monotonic()) >= look_at:
+                    await self._look()
+                    look_at = now + LOOK_EVERY * random.uniform(0.8, 1.0)  # noqa: S311 - jitter, not a secret
+            except (psycopg.Error, Unavailable) as error:
+                self._missed.clear()
+                log.debug("the duties of a worker broke off", exc_info=error)
+            await asyncio.sleep(rest)
+
+    async def _promote(self) -> float:
+        """Put what is due into its queue; how many seconds to wait until there may be more."""
+        rest = PROMOTE_EVERY
+        for queue in self._worker.queues:
+            message = HEAD + self._statements.execute("promote", queue, PROMOTED_AT_ONCE) + b"; COMMIT"
+            results = await self._link.send(message, SEND_WITHIN)
+            count, seconds = wire.rows(results[2])[0]
+            if count:
+                self._worker.wake()
+                rest = 0.0 if count >= PROMOTED_AT_ONCE else rest
+            if seconds is not None:
+                rest = min(rest, max(0.02, float(seconds)))
+        return rest
+
+    async def _look(self) -> None:
+        """Whose lease ran out, and whose presence was seen to be gone twice?"""
+        message = HEAD + self._statements.execute("missing", self._worker.id, self._grace) + b"; COMMIT"
+        results = await self._link.send(message, SEND_WITHIN)
+        now = time.monotonic()
+        rows = wire.rows(results[2])
+        self._missed = {worker: self._missed.get(worker, now) for worker, _ in rows}
+        gone = [worker for worker, since in self._missed.items() if now - since >= self._grace.total_seconds()]
+        late = [worker for worker, is_late in rows if is_late]
+        if gone or late:
+            await self._recover(gone, sorted({*gone, *late}))
+
+    async def _recover(self, gone: list[str], suspected: list[str]) -> None:
+        while True:
+            results = await self._link.send(HEAD + self._statements.execute("recover", gone) + b"; COMMIT", SEND_WITHIN)
+            rows = wire.rows(results[2])
+            for job_id, task, attempt, most, worker, status, backend_pid in rows:
+                self.recovered += 1
+                log.error(
+                    "%s: job %s was lost with its worker in attempt %s of %s",
+                    task, job_id, attempt, most,
+                    extra={"event": "job.lost", "task": task, "jobId": job_id, "attempt": attempt, "status": status,
+                           "workerId": worker},
+                )  # fmt: skip
+                if backend_pid is not None:
+                    await self._end(backend_pid, job_id)
+            if rows:
+                self._worker.wake()
+            if len(rows) < jobs.RECOVER_WINDOW:
+                break
+        await self._link.send(HEAD + self._statements.execute("forget", suspected) + b"; COMMIT", SEND_WITHIN)
+
+    async def _end(self, backend_pid: int, job_id: int) -> None:
+        """End the backend that may still have a lost job's transaction open; its token is another one's already."""
+        name = f"cronlock:job {job_id}"
+        try:
+            await self._link.send(
+                HEAD + self._statements.execute("end_backend", backend_pid, name) + b"; COMMIT", SEND_WITHIN
+            )
+        except psycopg.errors.InsufficientPrivilege:
+            log.warning("the backend %s of a lost job is another role's and cannot be ended", backend_pid)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._link.close()

@@ -1,0 +1,343 @@
+"""Enqueueing: a task and a payload become a job, in the caller's transaction or in one of its own.
+
+What is said to the database is the same over every kind of connection, so it is written once, as a generator that
+gives statements and is sent their rows (`talk`); who has the connection drives it.
+
+An idempotency key names an enqueue. Its first use wins, whoever else comes at the same moment: a second one waits for
+the first to commit, and is given its job, or wins itself if the first one rolls back.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import psycopg
+from pydantic import BaseModel
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from cronlock import jobs, jsontext, wire
+from cronlock.config import parse_duration
+from cronlock.database import Database, unavailable, within
+from cronlock.errors import IdempotencyKeyInUse, IdempotencyKeyReused, PayloadError, Unavailable
+from cronlock.gate import occurrence_fault
+from cronlock.link import Link
+from cronlock.recording import HEAD
+from cronlock.tasks import MOST_ATTEMPTS, MOST_PRIORITY, Task, queue_name, whole
+
+TRIES = 3
+LONGEST_DELAY = timedelta(days=3660)
+KEY_WAIT = "2s"
+"""How long a second use of a key waits for the first one's transaction, where the transaction is ours."""
+GROUP = 500
+ESCAPED = re.compile(r"\\u(?:0000|d[89a-f])", re.IGNORECASE)
+SHALLOW = 20
+
+Talk = Generator[tuple[str, dict[str, Any]], list[Any], "list[Enqueued]"]
+canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class Enqueued:
+    """What an enqueue came to: the job's id, and whether an earlier enqueue with the same key had made it."""
+
+    job_id: int
+    is_duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Jobs of one task, checked; `keys` is empty, or has as many as `payloads`, whose JSON texts are in their order."""
+
+    task: Task
+    payloads: list[str]
+    keys: list[str]
+    options: dict[str, Any]
+    is_later: bool
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the statement without keys takes."""
+        return {**self.options, "payloads": self.payloads}
+
+
+def order(
+    task: Task,
+    payloads: Sequence[Any],
+    *,
+    trigger: str = "manual",
+    occurrence: str | None = None,
+    run_at: datetime | None = None,
+    delay: str | float | timedelta | None = None,
+    priority: int | None = None,
+    queue: str | None = None,
+    max_attempts: int | None = None,
+    keys: Sequence[str] | None = None,
+) -> Order:
+    """Check what was given for jobs of `task`.
+
+    Raises `PayloadError` for a payload that JSON or the database cannot hold, or an option that is wrong, and
+    `PayloadInvalid` for one that does not fit the task's model.
+    """
+    plain = [plain_payload(task, payload) for payload in payloads]
+    try:
+        options: dict[str, Any] = {
+            "task": task.name,
+            "queue": task.queue if queue is None else queue_name(queue),
+            "priority": whole(
+                "priority", task.priority if priority is None else priority, -MOST_PRIORITY, MOST_PRIORITY
+            ),
+            "max_attempts": whole(
+                "max_attempts", task.max_attempts if max_attempts is None else max_attempts, 1, MOST_ATTEMPTS
+            ),
+            "trigger": trigger,
+            "occurrence": occurrence,
+            "run_at": run_at,
+            "delay": None if delay is None else parse_duration(delay, longest=LONGEST_DELAY),
+        }
+    except ValueError as error:
+        raise PayloadError(str(error)) from None
+    if run_at is not None and (delay is not None or run_at.tzinfo is None):
+        raise PayloadError("run_at is a time with its time zone, and excludes delay")
+    if keys is None and task.dedupe is not None:
+        keys = [derived_key(task, payload) for payload in plain]
+    for key in keys or ():
+        if fault := occurrence_fault(key):
+            raise PayloadError(f"the idempotency key {fault}")
+    is_later = run_at is not None or delay is not None
+    return Order(task, [canonical(one) for one in plain], list(keys or ()), options, is_later)
+
+
+def plain_payload(task: Task, payload: Any) -> dict[str, Any]:
+    """A payload as a JSON object that the database can hold and the task accepts."""
+    if isinstance(payload, BaseModel):
+        payload = payload.model_dump(mode="json")
+    if payload is None:
+        payload = {}
+    if not isinstance(payload, dict):
+        raise PayloadError(f"a payload is a JSON object (a dict or a pydantic model), not {type(payload).__name__}")
+    try:
+        written = canonical(payload)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PayloadError(f"the payload cannot be written as JSON: {error}") from None
+    if ESCAPED.search(written) or written.count("{") + written.count("[") > SHALLOW:
+        payload = jsontext.parse_object(written.encode())
+    task.validate(payload)
+    return payload
+
+
+def derived_key(task: Task, payload: Mapping[str, Any]) -> str:
+    """The key of a job where the task says how to find one."""
+    dedupe = task.dedupe
+    if callable(dedupe):
+        return dedupe(payload)
+    part = payload if dedupe == "payload" else {name: payload.get(name) for name in dedupe or ()}
+    return hashlib.sha256(canonical([task.name, part]).encode()).hexdigest()
+
+
+def fingerprint(payload: str) -> str:
+    """By which another payload under the same key is found out."""
+    return hashlib.sha256(payload.encode()).hexdigest()
+
+
+def talk(wanted: Order) -> Talk:
+    """Enqueue: gives (statement, values), is sent the rows, returns what came of each payload.
+
+    Raises `IdempotencyKeyReused` for a key that named another payload, and `IdempotencyKeyInUse` if it could not be
+    decided whose a key is.
+    """
+    if not wanted.keys:
+        rows = yield jobs.ENQUEUE_LATER if wanted.is_later else jobs.ENQUEUE, wanted.values
+        return [Enqueued(int(row[0])) for row in rows]
+    payload_of = dict(zip(reversed(wanted.keys), reversed(wanted.payloads), strict=True))
+    prints = {key: fingerprint(payload) for key, payload in payload_of.items()}
+    for key, payload in zip(wanted.keys, wanted.payloads, strict=True):
+        if payload != payload_of[key]:
+            raise PayloadError(f"the idempotency key {key!r} is given twice, for different payloads")
+    made: dict[str, int] = {}
+    first: dict[str, int] = {}
+    left = sorted(payload_of)
+    task = wanted.task.name
+    for _ in range(TRIES):
+        values = {
+            **wanted.options,
+            "keys": left,
+            "fingerprints": [prints[key] for key in left],
+            "payloads": [payload_of[key] for key in left],
+            "ttl": wanted.task.idempotency_ttl,
+        }
+        rows = yield jobs.KEYED_LATER if wanted.is_later else jobs.KEYED, values
+        made |= {row[1]: int(row[0]) for row in rows}
+        left = [key for key in left if key not in made]
+        if not left:
+            break
+        expired = []
+        for key, job_id, other, is_expired in (yield jobs.FIRST, {"task": task, "keys": left}):
+            if is_expired:
+                expired.append(key)
+            elif other != prints[key]:
+                raise IdempotencyKeyReused(key, int(job_id))
+            else:
+                first[key] = int(job_id)
+        left = [key for key in left if key not in first]
+        if not left:
+            break
+        if expired:
+            yield jobs.EXPIRE, {"task": task, "keys": expired}
+    else:
+        raise IdempotencyKeyInUse(left[0])
+    enqueued, seen = [], set()
+    for key in wanted.keys:
+        is_new = key in made and key not in seen
+        seen.add(key)
+        enqueued.append(Enqueued(made[key] if key in made else first[key], not is_new))
+    return enqueued
+
+
+async def on_async(connection: Any, statements: jobs.Statements, wanted: Order) -> list[Enqueued]:
+    """Enqueue on a caller's connection, which is async; raises TypeError for what is none."""
+    talking = talk(wanted)
+    rows: list[Any] | None = None
+    try:
+        while True:
+            statement, values = talking.send(rows)  # type: ignore[arg-type]  # None begins a generator
+            if isinstance(connection, psycopg.AsyncConnection):
+                cursor = await connection.execute(statements.text(statement, "%({})s"), values)
+                rows = await cursor.fetchall() if cursor.description else []
+            elif isinstance(connection, (AsyncConnection, AsyncSession)):
+                result = await connection.execute(text(statements.text(statement, ":{}")), values)
+                rows = list(result) if result.returns_rows else []
+            else:
+                raise TypeError(
+                    "enqueue() takes an async connection of SQLAlchemy or psycopg, or None for a transaction of its"
+                    f" own, not {type(connection).__name__}; for a synchronous one there is enqueue_sync()"
+                )
+    except StopIteration as done:
+        enqueued: list[Enqueued] = done.value
+        return enqueued
+
+
+def on_sync(connection: Any, statements: jobs.Statements, wanted: Order) -> list[Enqueued]:
+    """Enqueue on a caller's connection, which is not async; raises TypeError for what is none."""
+    talking = talk(wanted)
+    rows: list[Any] | None = None
+    try:
+        while True:
+            statement, values = talking.send(rows)  # type: ignore[arg-type]  # None begins a generator
+            if isinstance(connection, psycopg.Connection):
+                cursor = connection.execute(statements.text(statement, "%({})s"), values)
+                rows = cursor.fetchall() if cursor.description else []
+            elif isinstance(connection, (Connection, Session)):
+                result = connection.execute(text(statements.text(statement, ":{}")), values)
+                rows = list(result) if result.returns_rows else []
+            else:
+                raise TypeError(
+                    f"enqueue_sync() takes a connection of SQLAlchemy or psycopg, not {type(connection).__name__}"
+                )
+    except StopIteration as done:
+        enqueued: list[Enqueued] = done.value
+        return enqueued
+
+
+class Enqueuer:
+    """Enqueues in transactions of its own: what waits at one moment shares one, but for what has a key."""
+
+    def __init__(self, database: Database, statements: jobs.Statements) -> None:
+        self._database = database
+        self._statements = statements
+        self._link = Link(database, statements)
+        self._waiting: list[tuple[dict[str, Any], asyncio.Future[int]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def enqueue(self, wanted: Order) -> list[Enqueued]:
+        """Enqueue in a transaction of its own, durable when this returns.
+
+        Raises `Unavailable` if the database does not answer; whether a job was enqueued is then not known, which is
+        what an idempotency key is for.
+        """
+        if not wanted.keys and not wanted.is_later and len(wanted.payloads) == 1:
+            return [Enqueued(await self._together(wanted))]
+        return await self._alone(wanted)
+
+    def _together(self, wanted: Order) -> "asyncio.Future[int]":
+        options = {name: value for name, value in wanted.options.items() if name not in ("run_at", "delay")}
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append(({**options, "payload": json.loads(wanted.payloads[0])}, future))
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+        return future
+
+    async def _write(self) -> None:
+        try:
+            await asyncio.sleep(0)
+            while self._waiting:
+                group, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
+                await self._write_group(group)
+        finally:
+            self._writing = None
+
+    async def _write_group(self, group: "list[tuple[dict[str, Any], asyncio.Future[int]]]") -> None:
+        try:
+            message = HEAD + self._statements.execute("enqueue", [row for row, _ in group]) + b"; COMMIT"
+            results = await self._link.send(message, self._seconds)
+            ids = [row[0] for row in wire.rows(results[2])]
+        except (psycopg.Error, Unavailable) as error:
+            refusal = error if isinstance(error, Unavailable) else unavailable(error)
+            for _, future in group:
+                if not future.done():
+                    future.set_exception(refusal)
+            return
+        for (_, future), job_id in zip(group, ids, strict=True):
+            if not future.done():
+                future.set_result(job_id)
+
+    async def _alone(self, wanted: Order) -> list[Enqueued]:
+        """Each statement in a transaction of its own: there is one key, or none, or all keys share one."""
+        is_one = len(wanted.payloads) == 1 or not wanted.keys
+        seat = await self._database.acquire(True, self._seconds)
+        begin = HEAD + f"SELECT pg_catalog.set_config('lock_timeout', '{KEY_WAIT}', true); ".encode()
+        talking = talk(wanted)
+        try:
+            statement, values = next(talking)
+            message = begin + self._statements.fill(statement, values)
+            while True:
+                reply = await within(
+                    self._seconds,
+                    seat.connection,
+                    seat.send(message + (b"; COMMIT" if is_one else b""), -2 if is_one else -1),
+                )
+                statement, values = talking.send(reply.rows)
+                message = (begin if is_one else b"") + self._statements.fill(statement, values)
+        except StopIteration as done:
+            if not is_one:
+                await seat.send(b"COMMIT")
+            enqueued: list[Enqueued] = done.value
+            return enqueued
+        except psycopg.errors.LockNotAvailable:
+            await seat.send(b"ROLLBACK")
+            raise IdempotencyKeyInUse(wanted.keys[0]) from None
+        except psycopg.Error as error:
+            if not seat.connection.closed:
+                await seat.connection.close()
+            raise unavailable(error) from error
+        except BaseException:
+            await seat.send(b"ROLLBACK")
+            raise
+        finally:
+            await seat.give_back()
+
+    @property
+    def _seconds(self) -> float:
+        return self._database.settings.acquire_timeout.total_seconds()
+
+    async def close(self) -> None:
+        """Let what waits be written, and close the connection."""
+        if self._writing is not None:
+            await asyncio.wait((self._writing,), timeout=self._seconds)
+        await self._link.close()

@@ -1,0 +1,484 @@
+"""Every statement on jobs, their keys and their workers.
+
+A live job is a row of `job`, one that waits for its time a row of `job_waiting`, one that has ended a row of
+`job_history`; what moves it deletes it here and inserts it there in one statement. Whoever works on a job has its
+lease: a random token and a time. Every write about a job names the token, and a write that matches no row says that
+the lease was lost.
+
+A claim takes what no one has, in the order of priority and id, and changes no column that an index has. It begins
+behind what it saw last (`low`); now and then, and whenever it finds too little, it begins at the front.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+from psycopg import sql
+
+from cronlock.locks import quoted, text_of
+
+VALUE = re.compile(r"\[([a-z_]+)\]")
+"""Where a statement for any connection has a value."""
+
+CARRIED = (
+    "id, task, queue, priority, payload, trigger, occurrence, idempotency_key, max_attempts, attempts, losses,"
+    " enqueued_at"
+)
+"""What a job keeps wherever it is."""
+
+
+def of(alias: str) -> str:
+    """`CARRIED`, of a table's alias."""
+    return ", ".join(f"{alias}.{column}" for column in CARRIED.split(", "))
+
+
+SUSPECT = 2
+"""After so many lost attempts a job is taken alone: it may be what ends its workers."""
+
+CLAIMED = "j.id, j.task, j.payload::text, j.attempts, j.max_attempts, j.trigger, j.occurrence, j.priority"
+
+TAKE = f"""
+UPDATE {{job}} j
+   SET attempts = j.attempts + 1, lease_token = $1, lease_until = clock_timestamp() + $2, worker = $3,
+       started_at = clock_timestamp(), backend_pid = NULL
+  FROM due WHERE j.id = due.id
+ RETURNING {CLAIMED}
+"""
+
+# FOR UPDATE would pass over a job that a foreign key of the user's refers to.
+CLAIM_NEXT = f"""
+WITH due AS MATERIALIZED (
+    SELECT j.id FROM {{job}} j
+     WHERE j.queue = $4 AND j.priority = $7 AND j.id > $8 AND j.lease_token IS NULL AND j.losses < {SUSPECT}
+       AND j.task = ANY ($5)
+     ORDER BY j.id LIMIT $6 FOR NO KEY UPDATE SKIP LOCKED)
+{TAKE}"""
+
+CLAIM = f"""
+WITH due AS MATERIALIZED (
+    SELECT j.id FROM {{job}} j
+     WHERE j.queue = $4 AND j.lease_token IS NULL AND j.losses < {SUSPECT} AND j.task = ANY ($5)
+     ORDER BY j.priority DESC, j.id LIMIT $6 FOR NO KEY UPDATE SKIP LOCKED)
+{TAKE}"""
+
+CLAIM_SUSPECT = f"""
+WITH due AS MATERIALIZED (
+    SELECT j.id FROM {{job}} j
+     WHERE j.queue = $4 AND j.losses >= {SUSPECT} AND j.lease_token IS NULL AND j.task = ANY ($5)
+     ORDER BY j.id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED)
+{TAKE}"""
+
+ENDED_COLUMNS = f"{CARRIED}, run_at, started_at, worker, status, result, error_type, error_message"
+
+# The plain end: completed, with no result.
+DONE = f"""
+WITH done AS (
+    DELETE FROM {{job}} j USING unnest($1, $2) AS e(id, token)
+     WHERE j.id = e.id AND j.lease_token = e.token
+ RETURNING {of("j")}, j.run_at, j.started_at, j.worker),
+kept AS (
+    INSERT INTO {{job_history}} ({CARRIED}, run_at, started_at, worker, status)
+    SELECT {of("d")}, d.run_at, d.started_at, d.worker, 'completed' FROM done d RETURNING id)
+SELECT count(*), CASE WHEN count(*) < cardinality($1) THEN array_to_json(array_agg(k.id))::text END FROM kept k
+"""
+
+# Any other end of an attempt: `queued` goes back to wait for `delay` seconds. An attempt that failed is kept with its
+# error, whatever becomes of the job.
+END = f"""
+WITH ended AS MATERIALIZED (
+    SELECT * FROM json_to_recordset($1) AS e(id bigint, token uuid, status text, delay float8, result text,
+        attempt_status text, error_type text, error_message text, error_traceback text, error_sqlstate text)),
+gone AS (
+    DELETE FROM {{job}} j USING ended e
+     WHERE j.id = e.id AND j.id = ANY (ARRAY(SELECT n.id FROM ended n)) AND j.lease_token = e.token
+ RETURNING {of("j")}, j.run_at, j.started_at, j.worker,
+           CASE WHEN e.status = 'queued' AND j.cancel_requested_at IS NOT NULL THEN 'cancelled' ELSE e.status END
+               AS status,
+           e.delay, e.result, e.attempt_status, e.error_type, e.error_message, e.error_traceback, e.error_sqlstate),
+kept AS (
+    INSERT INTO {{job_history}} ({ENDED_COLUMNS})
+    SELECT {of("g")}, g.run_at, g.started_at, g.worker, g.status, g.result, g.error_type, g.error_message
+      FROM gone g WHERE g.status <> 'queued'),
+again AS (
+    INSERT INTO {{job_waiting}} ({CARRIED}, run_at)
+    SELECT {of("g")}, clock_timestamp() + make_interval(secs => g.delay) FROM gone g WHERE g.status = 'queued'),
+attempt AS (
+    INSERT INTO {{job_attempt}} (job_id, attempt, status, started_at, worker, error_type, error_message,
+           error_traceback, error_sqlstate)
+    SELECT g.id, g.attempts, g.attempt_status, g.started_at, g.worker, g.error_type, g.error_message,
+           g.error_traceback, g.error_sqlstate
+      FROM gone g WHERE g.attempt_status IS NOT NULL)
+SELECT g.id, g.status FROM gone g
+"""
+
+# Given back as if it had not been taken.
+RELEASE = """
+UPDATE {job} j
+   SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
+       backend_pid = NULL
+  FROM unnest($1, $2) AS e(id, token)
+ WHERE j.id = e.id AND j.lease_token = e.token
+ RETURNING j.id
+"""
+
+# Whoever has a row locked is ending it: it is not renewed, and not lost either.
+RENEW = """
+WITH held AS MATERIALIZED (
+    SELECT j.id, j.cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(j.cancel_requested_by, '') AS cancelled_by
+      FROM unnest($1, $2) AS e(id, token)
+      JOIN {job} j ON j.id = e.id AND j.lease_token = e.token),
+free AS (
+    SELECT j.id FROM {job} j
+     WHERE j.id = ANY (ARRAY(SELECT h.id FROM held h)) FOR NO KEY UPDATE SKIP LOCKED),
+renewed AS (
+    UPDATE {job} j SET lease_until = clock_timestamp() + $3
+      FROM unnest($1, $2) AS e(id, token)
+     WHERE j.id = e.id AND j.lease_token = e.token AND j.id = ANY (ARRAY(SELECT f.id FROM free f))
+ RETURNING j.id)
+SELECT e.id, h.id IS NULL AS is_lost, coalesce(h.cancelled_by, ''), (SELECT count(*) FROM renewed)
+  FROM unnest($1, $2) AS e(id, token) LEFT JOIN held h ON h.id = e.id
+ WHERE h.id IS NULL OR h.is_cancelled
+"""
+
+CANCELLED = """
+SELECT j.id, coalesce(j.cancel_requested_by, '') FROM {job} j
+ WHERE j.id = ANY ($1) AND j.cancel_requested_at IS NOT NULL
+"""
+
+PROGRESS = """
+UPDATE {job} j SET progress_done = e.done, progress_total = e.total
+  FROM json_to_recordset($1) AS e(id bigint, token uuid, done bigint, total bigint)
+ WHERE j.id = e.id AND j.lease_token = e.token
+"""
+
+# Claims of which no answer came: what they took is given back as if it had not been taken.
+DISOWN = """
+UPDATE {job} j
+   SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
+       backend_pid = NULL
+ WHERE j.worker = $1 AND j.lease_token = ANY ($2)
+ RETURNING j.id
+"""
+
+PROMOTE = f"""
+WITH due AS MATERIALIZED (
+    SELECT w.id FROM {{job_waiting}} w
+     WHERE w.queue = $1 AND w.run_at <= clock_timestamp() ORDER BY w.run_at LIMIT $2 FOR UPDATE SKIP LOCKED),
+gone AS (
+    DELETE FROM {{job_waiting}} w WHERE w.id = ANY (ARRAY(SELECT d.id FROM due d)) RETURNING {of("w")}, w.run_at),
+back AS (
+    INSERT INTO {{job}} ({CARRIED}, run_at) SELECT {of("g")}, g.run_at FROM gone g ORDER BY g.run_at, g.id RETURNING 1)
+SELECT count(*), (SELECT extract(epoch FROM min(w.run_at) - clock_timestamp())::float8 FROM {{job_waiting}} w
+                   WHERE w.queue = $1 AND w.id <> ALL (ARRAY(SELECT d.id FROM due d)))
+  FROM back
+"""
+
+# A worker says how long it is there, and by which lock it can be seen.
+SEEN = """
+INSERT INTO {worker} AS w (id, host, pid, release, queues, concurrency, presence_key, has_presence, is_draining,
+       seen_until)
+SELECT s.id, s.host, s.pid, s.release, s.queues, s.concurrency, s.presence_key, s.has_presence, s.is_draining,
+       clock_timestamp() + $2
+  FROM json_to_record($1) AS s(id uuid, host text, pid integer, release text, queues text[], concurrency integer,
+       presence_key bigint, has_presence boolean, is_draining boolean)
+    ON CONFLICT (id) DO UPDATE SET seen_until = excluded.seen_until, has_presence = excluded.has_presence,
+       is_draining = excluded.is_draining
+"""
+
+IDLE = "UPDATE {worker} w SET is_idle = $2 WHERE w.id = $1 AND w.is_idle <> $2"
+
+LEAVE = "DELETE FROM {worker} w WHERE w.id = $1"
+
+PRESENT = """EXISTS (SELECT FROM pg_catalog.pg_locks l
+       WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
+         AND l.classid::bigint = (w.presence_key >> 32) & 4294967295
+         AND l.objid::bigint = w.presence_key & 4294967295
+         AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d
+                            WHERE d.datname = pg_catalog.current_database()))"""
+
+# Who has not renewed its leases in time, and whose presence lock is free. After a restart of the server nobody had the
+# time to take it.
+MISSING = f"""
+SELECT w.id::text, w.seen_until < clock_timestamp() AS is_late
+  FROM {{worker}} w
+ WHERE w.id <> $1
+   AND (w.seen_until < clock_timestamp()
+        OR (w.has_presence AND NOT {PRESENT} AND pg_postmaster_start_time() + $2 < clock_timestamp()))
+"""
+
+RECOVER_WINDOW = 500
+
+# Jobs whose lease ran out, or whose worker is gone for sure ($1, which is asked again here). One that was lost too
+# often has failed, one that was to be cancelled is; all others may be taken at once. The backends that may still have
+# a transaction of theirs open are told, to be ended by `END_BACKEND`.
+RECOVER = f"""
+WITH lost AS MATERIALIZED (
+    SELECT j.id, j.backend_pid,
+           CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'cancelled'
+                WHEN j.attempts >= j.max_attempts THEN 'failed' ELSE 'queued' END AS status
+      FROM {{job}} j JOIN {{worker}} w ON w.id = j.worker
+     WHERE j.lease_token IS NOT NULL
+       AND (j.lease_until < clock_timestamp() OR (w.id = ANY ($1) AND w.has_presence AND NOT {PRESENT}))
+     ORDER BY j.id LIMIT {RECOVER_WINDOW} FOR NO KEY UPDATE OF j SKIP LOCKED),
+back AS (
+    UPDATE {{job}} j
+       SET lease_token = NULL, lease_until = NULL, losses = j.losses + 1, backend_pid = NULL
+      FROM lost o WHERE o.id = j.id AND o.status = 'queued'
+ RETURNING {of("j")}, j.started_at, j.worker),
+gone AS (
+    DELETE FROM {{job}} j USING lost o WHERE o.id = j.id AND o.status <> 'queued'
+ RETURNING {of("j")}, j.run_at, j.started_at, j.worker, o.status),
+kept AS (
+    INSERT INTO {{job_history}} ({ENDED_COLUMNS})
+    SELECT {of("g").replace("g.losses", "g.losses + 1")}, g.run_at, g.started_at, g.worker, g.status, NULL,
+           CASE g.status WHEN 'failed' THEN 'WorkerLost' ELSE 'CancelAsked' END,
+           CASE g.status WHEN 'failed' THEN format('its worker was lost in attempt %s of %s', g.attempts, g.max_attempts)
+                ELSE 'it was to be cancelled when its worker was lost' END
+      FROM gone g),
+attempt AS (
+    INSERT INTO {{job_attempt}} (job_id, attempt, status, started_at, worker, error_type, error_message)
+    SELECT a.id, a.attempts, 'lost', a.started_at, a.worker, 'WorkerLost', 'the worker was gone before the job ended'
+      FROM (SELECT b.id, b.attempts, b.started_at, b.worker FROM back b
+             UNION ALL SELECT g.id, g.attempts, g.started_at, g.worker FROM gone g) a
+        ON CONFLICT (job_id, attempt) DO NOTHING)
+SELECT a.id, a.task, a.attempts, a.max_attempts, a.worker::text, o.status, o.backend_pid
+  FROM (SELECT b.id, b.task, b.attempts, b.max_attempts, b.worker FROM back b
+         UNION ALL SELECT g.id, g.task, g.attempts, g.max_attempts, g.worker FROM gone g) a
+  JOIN lost o ON o.id = a.id
+"""
+
+# Only if that backend is still in the transaction of this very job.
+END_BACKEND = """
+SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a
+ WHERE a.pid = $1 AND a.application_name = $2 AND a.datname = current_database()
+"""
+
+# A worker that has nothing any more is forgotten.
+FORGET = """
+DELETE FROM {worker} w
+ WHERE w.id = ANY ($1) AND NOT EXISTS (SELECT FROM {job} j WHERE j.worker = w.id AND j.lease_token IS NOT NULL)
+"""
+
+CHANNEL = "cronlock_job"
+
+# Tell workers only where one waits to be told: a NOTIFY makes commits wait for one another.
+TOLD = """told AS (
+    SELECT pg_notify({channel}, '') FROM made WHERE EXISTS (SELECT FROM {worker} w WHERE w.is_idle) LIMIT 1)"""
+
+# Of one task, thousands at once; `made` gives the ids in the order of the payloads.
+ENQUEUE = f"""
+WITH made AS (
+    INSERT INTO {{job}} (task, queue, priority, payload, trigger, occurrence, max_attempts)
+    SELECT CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS smallint), p.payload::jsonb,
+           CAST([trigger] AS text), CAST([occurrence] AS text), CAST([max_attempts] AS smallint)
+      FROM unnest(CAST([payloads] AS text[])) WITH ORDINALITY AS p(payload, place)
+     ORDER BY p.place
+ RETURNING id),
+{TOLD}
+SELECT m.id FROM made m LEFT JOIN told ON true
+"""
+
+ENQUEUE_LATER = """
+INSERT INTO {job_waiting} (id, task, queue, priority, payload, trigger, occurrence, max_attempts, run_at)
+SELECT nextval({job_id}), CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS smallint), p.payload::jsonb,
+           CAST([trigger] AS text), CAST([occurrence] AS text), CAST([max_attempts] AS smallint),
+       coalesce(CAST([run_at] AS timestamptz), clock_timestamp() + CAST([delay] AS interval))
+  FROM unnest(CAST([payloads] AS text[])) WITH ORDINALITY AS p(payload, place)
+ ORDER BY p.place
+ RETURNING id
+"""
+
+# With keys: `made` is those whose key was free. The others are looked up in a second statement, which sees what the
+# first one had to wait for.
+KEYED = f"""
+WITH new AS (
+    SELECT nextval({{job_id}}) AS id, o.key, o.fingerprint, o.payload
+      FROM (SELECT * FROM unnest(CAST([keys] AS text[]), CAST([fingerprints] AS text[]), CAST([payloads] AS text[]))
+                AS o(key, fingerprint, payload) ORDER BY key) o),
+claimed AS (
+    INSERT INTO {{idempotency_key}} (task, key, fingerprint, job_id, expires_at)
+    SELECT CAST([task] AS text), n.key, n.fingerprint, n.id, clock_timestamp() + CAST([ttl] AS interval) FROM new n
+        ON CONFLICT (task, key) DO NOTHING RETURNING job_id),
+made AS (
+    INSERT INTO {{job}} (id, task, queue, priority, payload, trigger, occurrence, idempotency_key, max_attempts)
+    SELECT n.id, CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS smallint), n.payload::jsonb,
+           CAST([trigger] AS text), CAST([occurrence] AS text), n.key, CAST([max_attempts] AS smallint)
+      FROM new n JOIN claimed c ON c.job_id = n.id ORDER BY n.id
+ RETURNING id, idempotency_key),
+{TOLD}
+SELECT m.id, m.idempotency_key FROM made m LEFT JOIN told ON true
+"""
+
+KEYED_LATER = """
+WITH new AS (
+    SELECT nextval({job_id}) AS id, o.key, o.fingerprint, o.payload
+      FROM (SELECT * FROM unnest(CAST([keys] AS text[]), CAST([fingerprints] AS text[]), CAST([payloads] AS text[]))
+                AS o(key, fingerprint, payload) ORDER BY key) o),
+claimed AS (
+    INSERT INTO {idempotency_key} (task, key, fingerprint, job_id, expires_at)
+    SELECT CAST([task] AS text), n.key, n.fingerprint, n.id, clock_timestamp() + CAST([ttl] AS interval) FROM new n
+        ON CONFLICT (task, key) DO NOTHING RETURNING job_id)
+INSERT INTO {job_waiting} (id, task, queue, priority, payload, trigger, occurrence, idempotency_key, max_attempts,
+       run_at)
+SELECT n.id, CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS smallint), n.payload::jsonb,
+           CAST([trigger] AS text), CAST([occurrence] AS text), n.key, CAST([max_attempts] AS smallint),
+       coalesce(CAST([run_at] AS timestamptz), clock_timestamp() + CAST([delay] AS interval))
+  FROM new n JOIN claimed c ON c.job_id = n.id ORDER BY n.id
+ RETURNING id, idempotency_key
+"""
+
+FIRST = """
+SELECT k.key, k.job_id, k.fingerprint, k.expires_at <= clock_timestamp() AS is_expired
+  FROM {idempotency_key} k WHERE k.task = CAST([task] AS text) AND k.key = ANY (CAST([keys] AS text[]))
+"""
+
+EXPIRE = """
+DELETE FROM {idempotency_key} k
+ WHERE k.task = CAST([task] AS text) AND k.key = ANY (CAST([keys] AS text[])) AND k.expires_at <= clock_timestamp()
+"""
+
+# What waits at one moment in one process, of any tasks.
+ENQUEUE_TOGETHER = f"""
+WITH made AS (
+    INSERT INTO {{job}} (id, task, queue, priority, payload, trigger, occurrence, max_attempts)
+    SELECT nextval({{job_id}}), o.task, o.queue, o.priority, o.payload, o.trigger, o.occurrence, o.max_attempts
+      FROM ROWS FROM (json_to_recordset($1) AS (task text, queue text, priority smallint, payload jsonb, trigger text,
+           occurrence text, max_attempts smallint)) WITH ORDINALITY
+        AS o(task, queue, priority, payload, trigger, occurrence, max_attempts, place)
+     ORDER BY o.place
+ RETURNING id),
+{TOLD}
+SELECT m.id FROM made m LEFT JOIN told ON true
+"""
+
+ONE = "SELECT * FROM {job_status} j WHERE j.id = CAST([id] AS bigint)"
+
+PREPARED = {
+    "claim_next": (CLAIM_NEXT, "uuid, interval, uuid, text, text[], integer, smallint, bigint"),
+    "claim": (CLAIM, "uuid, interval, uuid, text, text[], integer"),
+    "claim_suspect": (CLAIM_SUSPECT, "uuid, interval, uuid, text, text[]"),
+    "done": (DONE, "bigint[], uuid[]"),
+    "end": (END, "json"),
+    "release": (RELEASE, "bigint[], uuid[]"),
+    "renew": (RENEW, "bigint[], uuid[], interval"),
+    "cancelled": (CANCELLED, "bigint[]"),
+    "progress": (PROGRESS, "json"),
+    "disown": (DISOWN, "uuid, uuid[]"),
+    "promote": (PROMOTE, "text, integer"),
+    "seen": (SEEN, "json, interval"),
+    "idle": (IDLE, "uuid, boolean"),
+    "leave": (LEAVE, "uuid"),
+    "missing": (MISSING, "uuid, interval"),
+    "recover": (RECOVER, "uuid[]"),
+    "end_backend": (END_BACKEND, "integer, text"),
+    "forget": (FORGET, "uuid[]"),
+    "enqueue": (ENQUEUE_TOGETHER, "json"),
+}
+"""The statements of workers and of the group writer, with the types of their values."""
+
+encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def literal(value: Any) -> bytes:
+    """A value as SQL in ASCII: a number, a text, a time, a span, a UUID, None, a mapping as JSON, or a list of these."""
+    match value:
+        case None:
+            return b"NULL"
+        case bool():
+            return b"true" if value else b"false"
+        case int():
+            return b"%d" % value
+        case float():
+            return repr(value).encode()
+        case str():
+            return text_of(value)
+        case dict():
+            return quoted(encode(value))
+        case timedelta():
+            return b"'%r s'" % value.total_seconds()
+        case list():
+            if value and isinstance(value[0], dict):
+                return quoted(encode(value))
+            return text_of("{" + ",".join(item(one) for one in value) + "}")
+    return quoted(str(value))
+
+
+def item(value: Any) -> str:
+    """An element in the text of an array."""
+    if isinstance(value, int):
+        return str(value)
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+class Statements:
+    """The statements of one schema: put together once, executed by their name on a connection that has `prepare`d."""
+
+    def __init__(self, schema: str) -> None:
+        names = ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker", "job_status")
+        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in names}
+        sequence = sql.Identifier(schema, "job_id").as_string(None)
+        self._names["job_id"] = sql.SQL("{}::regclass").format(sql.Literal(sequence))
+        self._cut: dict[str, list[tuple[str, bool]]] = {}
+        self._complete_job = sql.Identifier(schema, "complete_job")
+        self.channel = f"{CHANNEL}:{schema}"
+        self._names["channel"] = sql.Literal(self.channel)
+
+    def prepare(self, names: Sequence[str] = tuple(PREPARED)) -> bytes:
+        """A message after which `execute` works on a connection."""
+        lines = [b"BEGIN; SET LOCAL search_path = pg_catalog"]
+        for name in names:
+            text, types = PREPARED[name]
+            made = sql.SQL(text).format(**self._names).as_bytes(None)
+            lines.append(b"PREPARE cronlock_%s (%s) AS %s" % (name.encode(), types.encode(), made))
+        return b"; ".join((*lines, b"COMMIT"))
+
+    def execute(self, name: str, *values: Any) -> bytes:
+        """One prepared statement with its values."""
+        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(value) for value in values))
+
+    def fill(self, statement: str, values: Mapping[str, Any]) -> bytes:
+        """A statement whose values are `[name]`, with them, as a message."""
+        return b"".join(
+            literal(values[piece]) if is_value else piece.encode() for piece, is_value in self._pieces(statement)
+        )
+
+    def text(self, statement: str, style: str) -> str:
+        """A statement for somebody else's connection, whose values are `[name]`; `style` such as "%({})s" or ":{}"."""
+        return "".join(style.format(piece) if is_value else piece for piece, is_value in self._pieces(statement))
+
+    def _pieces(self, statement: str) -> list[tuple[str, bool]]:
+        """A statement's text, and the names of its values, in turn."""
+        if (pieces := self._cut.get(statement)) is None:
+            made = sql.SQL(statement).format(**self._names).as_string(None)
+            cut = VALUE.split(made)
+            pieces = self._cut[statement] = [(piece, place % 2 == 1) for place, piece in enumerate(cut)]
+        return pieces
+
+    def mark(self, job_id: int, token: str) -> tuple[sql.Composable, sql.Composable]:
+        """What notes the backend on a job's row, and what says when the transaction began, if the lease is held.
+
+        The second one is sent under whatever search_path the session has.
+        """
+        of_job = sql.SQL(
+            " j.id OPERATOR(pg_catalog.=) {}::pg_catalog.int8 AND j.lease_token OPERATOR(pg_catalog.=) {}::pg_catalog.uuid"
+        ).format(job_id, token)
+        mark = sql.SQL("UPDATE {job} j SET backend_pid = pg_catalog.pg_backend_pid() WHERE").format(**self._names)
+        check = sql.SQL(
+            "SELECT (extract(epoch FROM pg_catalog.now()) OPERATOR(pg_catalog.*) 1000000)::pg_catalog.int8"
+            " FROM {job} j WHERE"
+        ).format(**self._names)
+        return mark + of_job, check + of_job
+
+    def complete(self, job_id: int, token: str, opened_us: int, result: str | None) -> sql.Composable:
+        """What completes a job in its own transaction; `result` is JSON text in ASCII."""
+        said = sql.SQL("NULL") if result is None else sql.SQL(quoted(result).decode())
+        return sql.SQL("SELECT {}({}, {}, {}, {})").format(self._complete_job, job_id, token, opened_us, said)
+
+
+@lru_cache(maxsize=8)
+def statements(schema: str) -> Statements:
+    """The statements of a schema, put together once."""
+    return Statements(schema)

@@ -1,0 +1,70 @@
+"""A connection that one duty of a worker has for itself: opened when it is needed, and again after every outage."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import psycopg
+from psycopg.pq.abc import PGresult
+
+from cronlock import jobs, wire
+from cronlock.database import Database, ask, unavailable, within
+from cronlock.errors import Unavailable
+
+CLOSE_WITHIN = 2.0
+
+
+class Link:
+    """Sends messages of prepared statements, one at a time."""
+
+    def __init__(self, database: Database, statements: jobs.Statements) -> None:
+        self._database = database
+        self._statements = statements
+        self._connection: psycopg.AsyncConnection[Any] | None = None
+        self._lock = asyncio.Lock()
+
+    async def send(self, message: bytes, seconds: float) -> list[PGresult]:
+        """The results of a message's statements; raises `psycopg.Error`, or `Unavailable` if there is no server."""
+        async with self._lock:
+            connection = await self._open(seconds)
+            try:
+                return await within(seconds, connection, wire.send(connection, message))
+            except psycopg.Error:
+                await self._mend(connection, seconds)
+                raise
+            except BaseException:
+                await self.close()  # it is in the middle of its message
+                raise
+
+    async def _open(self, seconds: float) -> "psycopg.AsyncConnection[Any]":
+        if self._connection is not None and not self._connection.closed:
+            return self._connection
+        self._connection = None
+        try:
+            connection = await self._database.connect(seconds)
+        except (psycopg.Error, TimeoutError) as error:
+            raise (
+                unavailable(error)
+                if isinstance(error, psycopg.Error)
+                else Unavailable("database_unavailable", "the database did not answer in time")
+            ) from error
+        if self._database.keeps_records_apart:
+            await within(seconds, connection, wire.send(connection, self._statements.prepare()))
+        self._connection = connection
+        return connection
+
+    async def _mend(self, connection: "psycopg.AsyncConnection[Any]", seconds: float) -> None:
+        """After an error: end the transaction that it left open, or let the connection go."""
+        try:
+            if connection.closed:
+                raise psycopg.OperationalError("closed")
+            await within(seconds, connection, ask(connection, b"ROLLBACK"))
+        except psycopg.Error:
+            await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(psycopg.Error):
+                await connection.close()

@@ -1,0 +1,159 @@
+"""A worker process for a `Cronlock`: it owns its signals and ends in order.
+
+On SIGTERM or SIGINT nothing more is claimed; what runs has the drain timeout to finish, then it is stopped and given
+back as if it had not been taken. Leases are renewed until the last end is written. A second signal gives back at once.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import psycopg
+from psycopg import sql
+
+from cronlock.database import Database
+from cronlock.duties import Duties
+from cronlock.errors import ConfigError
+from cronlock.jobs import Statements
+from cronlock.leases import Leases
+from cronlock.presence import Presence
+from cronlock.worker import Worker
+
+if TYPE_CHECKING:
+    from cronlock.app import Cronlock
+
+MOST_SEATS = 100
+"""How many connections a worker opens at most for jobs that have a transaction."""
+LISTEN_PAUSE = 1.0
+
+log = logging.getLogger("cronlock.worker")
+
+
+class Crew:
+    """A worker and what it needs around it, in one event loop."""
+
+    def __init__(self, cron: "Cronlock", queues: Sequence[str], concurrency: int) -> None:
+        self._cron = cron
+        self._queues = queues
+        self._concurrency = concurrency
+        self._keepers: list[asyncio.Task[None]] = []
+        self._drains: list[asyncio.Task[None]] = []
+        self.worker: Worker
+
+    async def start(self) -> None:
+        """Open everything; raises `Unavailable` without a database that has the schema."""
+        cron = self._cron
+        if any(not task.is_guarded for task in cron.tasks):
+            seats = max(cron.settings.pool_size, min(self._concurrency, MOST_SEATS))
+            cron.settings = cron.settings.model_copy(update={"pool_size": seats})
+        process = await cron.open()
+        await process.readiness.require()
+        database = process.database
+        statements = Statements(cron.settings.schema_name)
+        self.worker = Worker(
+            database,
+            statements,
+            list(cron.tasks),
+            process.instance,
+            cron.settings.scrub,
+            queues=self._queues,
+            concurrency=self._concurrency,
+        )
+        presence = Presence(database) if database.keeps_records_apart else None
+        self._leases = Leases(database, statements, self.worker, process.instance, presence)
+        self._duties = Duties(database, statements, self.worker)
+        spawn = asyncio.get_running_loop().create_task
+        if presence is not None:
+            self._keepers.append(spawn(presence.keep()))
+            self._keepers.append(spawn(listen(database, statements.channel, self.worker.wake)))
+        self._keepers.append(spawn(self._duties.keep()))
+        self._leasing = spawn(self._leases.keep())
+        self._working = spawn(self.worker.work())
+
+    async def work(self) -> None:
+        """Until drained; then close everything, the leases last."""
+        try:
+            await self._working
+        finally:
+            for keeper in self._keepers:
+                await ended(keeper)
+            await self._duties.close()
+            await ended(self._leasing)
+            await self._leases.leave()
+            await self.worker.close()
+            await self._cron.close(0)
+
+    def drain(self, seconds: float | None = None) -> None:
+        """Begin to end; once more: at once."""
+        limit = self._cron.settings.drain_timeout.total_seconds() if seconds is None else seconds
+        if self._drains:
+            limit = 0.0
+        self._drains.append(asyncio.get_running_loop().create_task(self.worker.drain(limit)))
+
+
+async def ended(task: "asyncio.Task[None]") -> None:
+    """Cancel a task and wait for its end."""
+    while not task.done():  # Python 3.11 loses a cancellation that comes with what was waited for
+        task.cancel()
+        await asyncio.wait((task,), timeout=1)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a part of the worker broke off", exc_info=error)
+
+
+async def listen(database: Database, channel: str, wake: Callable[[], None]) -> None:
+    """Call `wake` for every NOTIFY, and after every beginning, since what came before was not heard."""
+    while True:
+        try:
+            connection = await database.connect(5.0)
+            try:
+                await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+                wake()
+                async for _ in connection.notifies():
+                    wake()
+            finally:
+                with suppress(psycopg.Error):
+                    await connection.close()
+        except (psycopg.Error, TimeoutError):
+            log.debug("the listening connection broke off", exc_info=True)
+        await asyncio.sleep(LISTEN_PAUSE)
+
+
+async def live(cron: "Cronlock", queues: Sequence[str], concurrency: int, started: Callable[[], None]) -> None:
+    """Work until a signal."""
+    crew = Crew(cron, queues, concurrency)
+    loop = asyncio.get_running_loop()
+    life = asyncio.current_task()
+    assert life is not None
+    has_started = False
+
+    def end(name: str) -> None:
+        if not has_started:
+            life.cancel()
+            return
+        log.info("%s: draining", name, extra={"event": "worker.draining", "signal": name})
+        crew.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number.name)
+    try:
+        await crew.start()
+    except BaseException:
+        await cron.close(0)
+        raise
+    has_started = True
+    started()
+    await crew.work()
+
+
+def require_queues(text: str) -> list[str]:
+    """The queues that a comma-separated text names, each once; raises `ConfigError`."""
+    from cronlock.tasks import queue_name
+
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    try:
+        return [queue_name(name) for name in names] or ["default"]
+    except ValueError as error:
+        raise ConfigError(f"--queues: {error}") from None
