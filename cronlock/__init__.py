@@ -4,20 +4,23 @@ The layers, each of which imports only from those below it:
 
     cli
     development | fixtures
-    serving
+    serving | working
     loading | logs
     app
     web
     recovery
     readiness
     runner
-    attempts
-    closing | skips | stopping
+    duties | leases
+    worker
+    attempts | transaction
+    attempt | closing | skips | stopping
     execution
     context | gate | guard
-    background | inspecting | recording | reporting | steering
+    enqueue
+    background | inspecting | link | presence | recording | reporting | steering
     explain | metrics | stats
-    runs
+    jobs | runs
     locks
     template
     database | migrate | models
@@ -25,7 +28,7 @@ The layers, each of which imports only from those below it:
     lending | outcome
     tasks
     keys
-    config | embedded | revision | schedule
+    config | embedded | retry | revision | schedule
     cluster
     postmaster
     binaries

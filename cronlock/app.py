@@ -17,8 +17,9 @@ from cronlock.config import Settings
 from cronlock.database import Database
 from cronlock.enqueue import Enqueued
 from cronlock.errors import CronlockError, Unavailable
-from cronlock.gate import Call, occurrence_fault
+from cronlock.gate import Call
 from cronlock.inspecting import Inspector
+from cronlock.keys import occurrence_fault
 from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome
 from cronlock.readiness import Readiness

@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 from pydantic import BaseModel
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, CursorResult, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
@@ -26,9 +26,11 @@ from cronlock import jobs, jsontext, wire
 from cronlock.config import parse_duration
 from cronlock.database import Database, unavailable, within
 from cronlock.errors import IdempotencyKeyInUse, IdempotencyKeyReused, PayloadError, Unavailable
-from cronlock.gate import occurrence_fault
+from cronlock.keys import occurrence_fault
+from cronlock.lending import cut
 from cronlock.link import Link
 from cronlock.recording import HEAD
+from cronlock.seats import Seat
 from cronlock.tasks import MOST_ATTEMPTS, MOST_PRIORITY, Task, queue_name, whole
 
 TRIES = 3
@@ -127,7 +129,7 @@ def plain_payload(task: Task, payload: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise PayloadError(f"the payload cannot be written as JSON: {error}") from None
     if ESCAPED.search(written) or written.count("{") + written.count("[") > SHALLOW:
-        payload = jsontext.parse_object(written.encode())
+        jsontext.parse_object(written.encode())
     task.validate(payload)
     return payload
 
@@ -136,7 +138,8 @@ def derived_key(task: Task, payload: Mapping[str, Any]) -> str:
     """The key of a job where the task says how to find one."""
     dedupe = task.dedupe
     if callable(dedupe):
-        return dedupe(payload)
+        key: str = dedupe(payload)
+        return key
     part = payload if dedupe == "payload" else {name: payload.get(name) for name in dedupe or ()}
     return hashlib.sha256(canonical([task.name, part]).encode()).hexdigest()
 
@@ -212,7 +215,7 @@ async def on_async(connection: Any, statements: jobs.Statements, wanted: Order) 
                 rows = await cursor.fetchall() if cursor.description else []
             elif isinstance(connection, (AsyncConnection, AsyncSession)):
                 result = await connection.execute(text(statements.text(statement, ":{}")), values)
-                rows = list(result) if result.returns_rows else []
+                rows = list(result) if isinstance(result, CursorResult) and result.returns_rows else []
             else:
                 raise TypeError(
                     "enqueue() takes an async connection of SQLAlchemy or psycopg, or None for a transaction of its"
@@ -235,7 +238,7 @@ def on_sync(connection: Any, statements: jobs.Statements, wanted: Order) -> list
                 rows = cursor.fetchall() if cursor.description else []
             elif isinstance(connection, (Connection, Session)):
                 result = connection.execute(text(statements.text(statement, ":{}")), values)
-                rows = list(result) if result.returns_rows else []
+                rows = list(result) if isinstance(result, CursorResult) and result.returns_rows else []
             else:
                 raise TypeError(
                     f"enqueue_sync() takes a connection of SQLAlchemy or psycopg, not {type(connection).__name__}"
@@ -316,21 +319,24 @@ class Enqueuer:
                 message = (begin if is_one else b"") + self._statements.fill(statement, values)
         except StopIteration as done:
             if not is_one:
-                await seat.send(b"COMMIT")
+                await self._end(seat, b"COMMIT")
             enqueued: list[Enqueued] = done.value
             return enqueued
         except psycopg.errors.LockNotAvailable:
-            await seat.send(b"ROLLBACK")
+            await self._end(seat, b"ROLLBACK")
             raise IdempotencyKeyInUse(wanted.keys[0]) from None
         except psycopg.Error as error:
-            if not seat.connection.closed:
-                await seat.connection.close()
+            cut(seat.connection)  # and with it the transaction
             raise unavailable(error) from error
         except BaseException:
-            await seat.send(b"ROLLBACK")
+            await self._end(seat, b"ROLLBACK")
             raise
         finally:
             await seat.give_back()
+
+    async def _end(self, seat: Seat, message: bytes) -> None:
+        """End the transaction that is open on a seat."""
+        await within(self._seconds, seat.connection, seat.send(message))
 
     @property
     def _seconds(self) -> float:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from cronlock.execution import Execution
 
 
-LONGEST_OCCURRENCE = 255
 NOT_IN_ENCODING = ("22P05", "22021", "0A000")
 CONTENDED = 1.0
 """Seconds after a refused attempt in which the lock table is asked first."""
@@ -57,13 +56,6 @@ def new_nonce() -> str:
     """A UUID that no other call has: random for the process, counted within it (a third of uuid4's price)."""
     number = next(counted)
     return f"{ours}{number >> 48:04x}-{number & 0xFFFFFFFFFFFF:012x}"
-
-
-def occurrence_fault(occurrence: str) -> str | None:
-    """Why a text cannot name an occurrence; None if it can."""
-    if not isinstance(occurrence, str) or not 0 < len(occurrence) <= LONGEST_OCCURRENCE:
-        return f"must have 1 to {LONGEST_OCCURRENCE} characters"
-    return None if occurrence.isprintable() else "has control characters"
 
 
 @dataclass(slots=True, eq=False)

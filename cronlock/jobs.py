@@ -235,7 +235,8 @@ kept AS (
     INSERT INTO {{job_history}} ({ENDED_COLUMNS})
     SELECT {of("g").replace("g.losses", "g.losses + 1")}, g.run_at, g.started_at, g.worker, g.status, NULL,
            CASE g.status WHEN 'failed' THEN 'WorkerLost' ELSE 'CancelAsked' END,
-           CASE g.status WHEN 'failed' THEN format('its worker was lost in attempt %s of %s', g.attempts, g.max_attempts)
+           CASE g.status WHEN 'failed'
+                THEN format('its worker was lost in attempt %s of %s', g.attempts, g.max_attempts)
                 ELSE 'it was to be cancelled when its worker was lost' END
       FROM gone g),
 attempt AS (
@@ -383,7 +384,7 @@ encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def literal(value: Any) -> bytes:
-    """A value as SQL in ASCII: a number, a text, a time, a span, a UUID, None, a mapping as JSON, or a list of these."""
+    """A value as SQL in ASCII: a number, text, a time, a span, a UUID, None, a mapping as JSON, or a list of these."""
     match value:
         case None:
             return b"NULL"
@@ -463,7 +464,8 @@ class Statements:
         The second one is sent under whatever search_path the session has.
         """
         of_job = sql.SQL(
-            " j.id OPERATOR(pg_catalog.=) {}::pg_catalog.int8 AND j.lease_token OPERATOR(pg_catalog.=) {}::pg_catalog.uuid"
+            " j.id OPERATOR(pg_catalog.=) {}::pg_catalog.int8"
+            " AND j.lease_token OPERATOR(pg_catalog.=) {}::pg_catalog.uuid"
         ).format(job_id, token)
         mark = sql.SQL("UPDATE {job} j SET backend_pid = pg_catalog.pg_backend_pid() WHERE").format(**self._names)
         check = sql.SQL(

@@ -88,3 +88,13 @@ def plain(name: str, value: Any) -> str:
 def wrong(name: str, message: str, kind: str = "value_error") -> PayloadInvalid:
     """The 422 for a field that a key cannot be made of."""
     return PayloadInvalid([{"field": name, "message": message, "type": kind}])
+
+
+LONGEST_OCCURRENCE = 255
+
+
+def occurrence_fault(occurrence: str) -> str | None:
+    """Why a text cannot name an occurrence or an enqueue; None if it can."""
+    if not isinstance(occurrence, str) or not 0 < len(occurrence) <= LONGEST_OCCURRENCE:
+        return f"must have 1 to {LONGEST_OCCURRENCE} characters"
+    return None if occurrence.isprintable() else "has control characters"

@@ -28,7 +28,7 @@ class Presence:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.key = random.getrandbits(63)  # noqa: S311 - a number that no other worker has, not a secret
+        self.key = random.getrandbits(63)
         self.is_held = False
         self.heard = 0.0
         """When the server last said that the lock is held, in monotonic seconds."""

@@ -394,7 +394,7 @@ class Worker:
             attempt.progress = progress
 
     async def drain(self, timeout: float) -> None:
-        """Claim no more, wait `timeout` seconds for what runs, then stop it and give it back; `work` ends after that."""
+        """Claim no more, wait `timeout` seconds for what runs, then give it back; `work` ends after that."""
         self.is_draining = True
         self._wake.set()
         until = time.monotonic() + timeout

@@ -54,7 +54,7 @@ def run(
         raise typer.BadParameter("name the app and the task, such as: cronlock run main:cron sync-inventory")
     reference = require_app(app)
     from cronlock import jsontext, logs
-    from cronlock.gate import occurrence_fault
+    from cronlock.keys import occurrence_fault
     from cronlock.loading import load
 
     text = sys.stdin.buffer.read() if payload == "-" else (payload or "").encode()

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cronlock import jsontext
 from cronlock.errors import CronlockError, PayloadError, PayloadInvalid, Unavailable
-from cronlock.gate import occurrence_fault
+from cronlock.keys import occurrence_fault
 from cronlock.outcome import Outcome
 from cronlock.tasks import SkipStatus
 from cronlock.web import answers
