@@ -31,7 +31,7 @@ from cronlock.lending import cut
 from cronlock.link import Link
 from cronlock.recording import HEAD
 from cronlock.seats import Seat
-from cronlock.tasks import MOST_ATTEMPTS, MOST_PRIORITY, Task, queue_name, whole
+from cronlock.tasks import MOST_ATTEMPTS, MOST_PRIORITY, Registry, Task, queue_name, whole
 
 TRIES = 3
 LONGEST_DELAY = timedelta(days=3660)
@@ -246,6 +246,20 @@ def on_sync(connection: Any, statements: jobs.Statements, wanted: Order) -> list
     except StopIteration as done:
         enqueued: list[Enqueued] = done.value
         return enqueued
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """What a task needs to enqueue: the tasks there are, and the ways to write."""
+
+    tasks: Registry
+    statements: jobs.Statements
+    enqueuer: "Enqueuer"
+
+    def order(self, name: str, payload: Any, idempotency_key: str | None, options: Mapping[str, Any]) -> Order:
+        """One job of the task `name`, checked; raises what `order` raises, and `UnknownTask`."""
+        keys = None if idempotency_key is None else [idempotency_key]
+        return order(self.tasks.get(name), [payload], trigger="job", keys=keys, **options)
 
 
 class Enqueuer:

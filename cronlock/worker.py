@@ -26,18 +26,18 @@ from uuid import uuid4
 
 import psycopg
 
-from cronlock import jobs, wire
+from cronlock import wire
 from cronlock.attempt import Attempt, End, Lease, after_failure, end_of
 from cronlock.background import Background
 from cronlock.context import Run
 from cronlock.database import Database
+from cronlock.enqueue import Producer
 from cronlock.errors import PayloadInvalid, Unavailable
 from cronlock.execution import Returned, Stop, do
 from cronlock.link import Link
 from cronlock.outcome import Failure, failure
 from cronlock.recording import HEAD
 from cronlock.runs import Instance
-from cronlock.tasks import Task
 from cronlock.transaction import Transaction
 
 BATCH = 1000
@@ -72,8 +72,7 @@ class Worker:
     def __init__(
         self,
         database: Database,
-        statements: jobs.Statements,
-        tasks: Sequence[Task],
+        producer: Producer,
         instance: Instance,
         scrub: Callable[[str], str],
         *,
@@ -87,12 +86,13 @@ class Worker:
         self.ended = 0
         """How many attempts have ended here, and are written down."""
         self._database = database
-        self._statements = statements
-        self._tasks = {task.name: task for task in tasks}
+        self._producer = producer
+        self._statements = producer.statements
+        self._tasks = {task.name: task for task in producer.tasks}
         self._names = list(self._tasks)
         self._scrub = scrub
         self._lease = database.settings.lease
-        self._link = Link(database, statements)
+        self._link = Link(database, producer.statements)
         self._background = Background()
         self._context = contextvars.Context()
         self._done: list[Attempt] = []
@@ -264,7 +264,7 @@ class Worker:
             self._do(attempt)
 
     def _do(self, attempt: Attempt) -> None:
-        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt))
+        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._producer)
         attempt.code = do(attempt, run, self._context.copy())
         attempt.code.add_done_callback(partial(self._code_returned, attempt))
 

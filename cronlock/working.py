@@ -17,7 +17,6 @@ from psycopg import sql
 from cronlock.database import Database
 from cronlock.duties import Duties
 from cronlock.errors import ConfigError
-from cronlock.jobs import Statements
 from cronlock.leases import Leases
 from cronlock.presence import Presence
 from cronlock.worker import Worker
@@ -52,11 +51,10 @@ class Crew:
         process = await cron.open()
         await process.readiness.require()
         database = process.database
-        statements = Statements(cron.settings.schema_name)
+        statements = process.producer.statements
         self.worker = Worker(
             database,
-            statements,
-            list(cron.tasks),
+            process.producer,
             process.instance,
             cron.settings.scrub,
             queues=self._queues,
