@@ -37,6 +37,7 @@ from cronlock.execution import Returned, Stop, do
 from cronlock.link import Link
 from cronlock.outcome import Failure, failure
 from cronlock.recording import HEAD
+from cronlock.reporting import JobReport
 from cronlock.runs import Instance
 from cronlock.transaction import Transaction
 
@@ -91,6 +92,7 @@ class Worker:
         self._tasks = {task.name: task for task in producer.tasks}
         self._names = list(self._tasks)
         self._scrub = scrub
+        self._report = JobReport(self.id)
         self._lease = database.settings.lease
         self._link = Link(database, producer.statements)
         self._background = Background()
@@ -339,35 +341,25 @@ class Worker:
 
     def _completed(self, attempt: Attempt) -> None:
         self.ended += 1
-        if log.isEnabledFor(logging.INFO):
-            log.info("%s completed", attempt.task.name, extra={"event": "job.completed", **self._facts(attempt)})
+        self._report.completed(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def _failed(self, attempt: Attempt, end: End, status: str) -> None:
         self.ended += 1
-        why = end.failure
-        level = logging.ERROR if status == "failed" else logging.WARNING
-        again = f"; again in {end.delay:.1f} s" if status == "queued" and end.delay is not None else ""
-        facts = {**self._facts(attempt), "status": status, "error": f"{why.type}: {why.message}" if why else None}
-        word = {"queued": "retried"}.get(status, status)
-        log.log(level, "%s %s%s", attempt.task.name, end.attempt_status, again, extra={"event": f"job.{word}", **facts})
+        self._report.ended(
+            status,
+            end.attempt_status or status,
+            end.failure,
+            attempt.task.name,
+            attempt.run_id,
+            attempt.attempt,
+            attempt.elapsed_ms(),
+            end.delay,
+        )
 
     def _missed(self, attempt: Attempt) -> None:
         """The lease was lost before the end could be written, or the end was written by a message without answer."""
         self.ended += 1
-        log.error(
-            "%s: the lease of job %s was lost; its end is not written",
-            attempt.task.name, attempt.run_id,
-            extra={"event": "job.lease_lost", **self._facts(attempt)},
-        )  # fmt: skip
-
-    def _facts(self, attempt: Attempt) -> dict[str, Any]:
-        return {
-            "task": attempt.task.name,
-            "jobId": attempt.run_id,
-            "attempt": attempt.attempt,
-            "durationMs": attempt.elapsed_ms(),
-            "workerId": self.id,
-        }
+        self._report.lease_lost(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def stop(self, attempt: Attempt, stop: Stop) -> None:
         """Stop an attempt whose code has not returned; the first reason counts, but for a lost lease."""
