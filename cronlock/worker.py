@@ -43,6 +43,8 @@ from cronlock.transaction import Transaction
 
 BATCH = 1000
 """How many ends one message has at most."""
+CHUNK = 50
+"""How many places at least one claim fills, if so many are free."""
 POLL = 1.0
 """Seconds after which an idle worker looks, with jitter, although nobody told it to."""
 RESCAN = 1.0
@@ -202,6 +204,8 @@ class Worker:
         free = 0 if self.is_draining else self.concurrency - len(self.running)
         if free <= 0:
             return None
+        # Half of the places at once, if there are many: while some jobs run, others are claimed.
+        free = min(free, max(CHUNK, self.concurrency // 2))
         now = time.monotonic()
         if now >= self._rescan_at:
             self._rescan_at = now + RESCAN
@@ -223,7 +227,7 @@ class Worker:
             self._places[claim.queue] = (rows[-1][7], rows[-1][0])
         if len(rows) == claim.asked:
             self._is_idle = False
-            return False
+            return len(self.running) < self.concurrency
         self._places.pop(claim.queue, None)
         if not claim.is_from_front:
             return True
