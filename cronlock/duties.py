@@ -33,7 +33,7 @@ class Duties:
         self._statements = statements
         self._worker = worker
         self._grace = database.settings.presence_grace
-        self._link = Link(database, statements)
+        self._link = Link(database, statements.prepare())
         self._missed: dict[str, float] = {}
         """When a worker was first seen to be gone, in monotonic seconds."""
         self.recovered = 0

@@ -380,6 +380,25 @@ PREPARED = {
 }
 """The statements of workers and of the group writer, with the types of their values."""
 
+NAMED = {
+    "keyed": (
+        KEYED,
+        {
+            "task": "text",
+            "queue": "text",
+            "priority": "smallint",
+            "trigger": "text",
+            "occurrence": "text",
+            "max_attempts": "smallint",
+            "keys": "text[]",
+            "fingerprints": "text[]",
+            "payloads": "text[]",
+            "ttl": "interval",
+        },
+    ),
+}
+"""Statements that callers' connections are sent too, whose values have names, with their types."""
+
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -435,6 +454,20 @@ class Statements:
             made = sql.SQL(text).format(**self._names).as_bytes(None)
             lines.append(b"PREPARE cronlock_%s (%s) AS %s" % (name.encode(), types.encode(), made))
         return b"; ".join((*lines, b"COMMIT"))
+
+    def prepare_named(self) -> bytes:
+        """A message after which `execute_named` works on a connection."""
+        lines = [b"BEGIN; SET LOCAL search_path = pg_catalog"]
+        for name, (statement, types) in NAMED.items():
+            places = {value: f"${place}" for place, value in enumerate(types, 1)}
+            made = "".join(places[piece] if is_value else piece for piece, is_value in self._pieces(statement))
+            lines.append(f"PREPARE cronlock_{name} ({', '.join(types.values())}) AS {made}".encode())
+        return b"; ".join((*lines, b"COMMIT"))
+
+    def execute_named(self, name: str, values: Mapping[str, Any]) -> bytes:
+        """One of these statements with its values."""
+        _, types = NAMED[name]
+        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(values[value]) for value in types))
 
     def execute(self, name: str, *values: Any) -> bytes:
         """One prepared statement with its values."""

@@ -96,7 +96,7 @@ class Worker:
         self._scrub = scrub
         self._report = JobReport(self.id)
         self._lease = database.settings.lease
-        self._link = Link(database, producer.statements)
+        self._link = Link(database, producer.statements.prepare())
         self._background = Background()
         self._context = contextvars.Context()
         self._done: list[Attempt] = []
