@@ -19,6 +19,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,6 +117,10 @@ class Worker:
     async def close(self) -> None:
         """Close the connection, after the last end is written."""
         await self._link.close()
+
+    def paused(self, names: AbstractSet[str]) -> None:
+        """Claim no job of these tasks, and those of all others."""
+        self._names = [name for name in self._tasks if name not in names]
 
     def wake(self) -> None:
         """There may be something to claim or to write down."""
@@ -242,6 +247,7 @@ class Worker:
         job_id, name, payload, number, most, trigger, occurrence, priority = row
         task = self._tasks[name]
         attempt = Attempt(job_id, token, task, None, number, most, trigger, occurrence, priority, self.id, lease)
+        attempt.is_unicode = self._database.is_unicode
         self.running[job_id] = attempt
         try:
             attempt.payload = task.validate(json.loads(payload))
@@ -294,7 +300,7 @@ class Worker:
 
     def _end(self, attempt: Attempt, end: End) -> None:
         self._drop(attempt)
-        if end.status == "completed" and end.result is None:
+        if end.status == "completed" and end.result is None and attempt.lines is None:
             self._done.append(attempt)
         else:
             self._ends.append((attempt, end))
