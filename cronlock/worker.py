@@ -20,7 +20,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -33,11 +33,11 @@ from cronlock.background import Background
 from cronlock.context import Run
 from cronlock.database import Database
 from cronlock.enqueue import Producer
-from cronlock.errors import PayloadInvalid, Unavailable
+from cronlock.errors import Unavailable
 from cronlock.execution import Returned, Stop, do
 from cronlock.link import Link
 from cronlock.outcome import Failure, failure
-from cronlock.recording import HEAD
+from cronlock.recording import HEAD, UNRECORDABLE
 from cronlock.reporting import JobReport
 from cronlock.runs import Instance
 from cronlock.transaction import Transaction
@@ -46,6 +46,8 @@ BATCH = 1000
 """How many ends one message has at most."""
 CHUNK = 50
 """How many places at least one claim fills, if so many are free."""
+BURST = 10
+"""So many jobs found at once are a stream of them, for which nobody has to be told of each."""
 POLL = 1.0
 """Seconds after which an idle worker looks, with jitter, although nobody told it to."""
 RESCAN = 1.0
@@ -55,6 +57,8 @@ STATEMENT_GRACE = 0.4
 STOP_WAIT = 3.0
 SHUTDOWN = Stop("shutdown", "the worker was shutting down", "ShuttingDown")
 PAUSE = (0.1, 5.0)
+REFUSED = ("0A", "22", "23", "54")
+"""SQLSTATE classes of a message that is refused for what one of its rows says."""
 
 log = logging.getLogger("cronlock.worker")
 
@@ -103,6 +107,7 @@ class Worker:
         self._done: list[Attempt] = []
         self._ends: list[tuple[Attempt, End]] = []
         self._given_back: list[Attempt] = []
+        self._ends_at_once = BATCH
         self._places: dict[str, tuple[int, int]] = {}
         """Of a queue: the priority and the id that were claimed last."""
         self._at = 0
@@ -158,7 +163,7 @@ class Worker:
     async def _turn(self) -> bool:
         """Write down what has ended and claim what there is room for; whether to go on at once."""
         done, self._done = self._done[:BATCH], self._done[BATCH:]
-        ends, self._ends = self._ends[:BATCH], self._ends[BATCH:]
+        ends, self._ends = self._ends[: self._ends_at_once], self._ends[self._ends_at_once :]
         back, self._given_back = self._given_back, []
         claim = None if self._doubted else self._claim()
         texts: list[bytes] = []
@@ -179,12 +184,16 @@ class Worker:
         sent, is_idle = time.monotonic(), self._is_idle
         try:
             results = await self._link.send(HEAD + b"; ".join((*texts, b"COMMIT")), SEND_WITHIN)
-        except BaseException:
+        except BaseException as error:
             # Whether it was committed is not known. Sent again, what was matches no row any more.
+            if ends and isinstance(error, psycopg.Error) and (error.sqlstate or "")[:2] in REFUSED:
+                ends = self._alone(ends, error)
             self._done, self._ends, self._given_back = done + self._done, ends + self._ends, back + self._given_back
             if claim is not None:
                 self._doubted.append(claim.token)
             raise
+        if not self._ends:
+            self._ends_at_once = BATCH
         replies = results[2:]
         if done:
             self._left(done, wire.rows(replies.pop(0)))
@@ -200,6 +209,16 @@ class Worker:
         if claim is None:
             return self._has_ends
         return self._start_all(claim, wire.rows(replies.pop(0)), sent) or self._has_ends
+
+    def _alone(self, ends: list[tuple[Attempt, End]], error: psycopg.Error) -> list[tuple[Attempt, End]]:
+        """One of these ends cannot be written as it is: each is sent by itself, and that one without its texts."""
+        self._ends_at_once = 1
+        if len(ends) > 1:
+            return ends
+        ((attempt, end),) = ends
+        log.error("the end of job %s was refused", attempt.run_id, extra={"sqlstate": error.sqlstate})
+        attempt.lines = None
+        return [(attempt, replace(end, result=None, failure=end.failure and Failure(UNRECORDABLE, "")))]
 
     def _execute(self, name: str, *values: Any) -> bytes:
         return self._statements.execute(name, *values)
@@ -230,8 +249,9 @@ class Worker:
             self._start(row, claim.token, lease)
         if rows:
             self._places[claim.queue] = (rows[-1][7], rows[-1][0])
-        if len(rows) == claim.asked:
+        if len(rows) >= min(claim.asked, BURST):
             self._is_idle = False
+        if len(rows) == claim.asked:
             return len(self.running) < self.concurrency
         self._places.pop(claim.queue, None)
         if not claim.is_from_front:
@@ -240,6 +260,8 @@ class Worker:
         if self._at < len(self.queues):
             return True
         self._at = 0
+        if len(rows) >= BURST:
+            return True
         was_said, self._is_idle = self._is_said_idle, True
         return not was_said  # once more, after others can see that it is idle
 
@@ -251,7 +273,7 @@ class Worker:
         self.running[job_id] = attempt
         try:
             attempt.payload = task.validate(json.loads(payload))
-        except PayloadInvalid as error:
+        except Exception as error:  # of the task's model, too: it would fail again, and must not end the worker
             self._end(attempt, End("failed", attempt_status="failed", failure=failure(error, self._scrub)))
             return
         if task.is_guarded:
