@@ -112,7 +112,8 @@ attempt AS (
            error_traceback, error_sqlstate, log)
     SELECT g.id, g.attempts, g.attempt_status, g.started_at, g.worker, g.error_type, g.error_message,
            g.error_traceback, g.error_sqlstate, g.log
-      FROM gone g WHERE g.attempt_status IS NOT NULL)
+      FROM gone g WHERE g.attempt_status IS NOT NULL
+        ON CONFLICT (job_id, attempt) DO NOTHING)
 SELECT g.id, g.status FROM gone g
 """
 
