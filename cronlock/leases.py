@@ -81,7 +81,7 @@ class Leases:
             timeout = attempt.task.timeout
             if attempt.lease.until <= now + TICK or is_unseen:
                 self._worker.stop(attempt, Stop("lost", "the lease of the job could not be renewed"))
-            elif timeout is not None and now - attempt.started > timeout.total_seconds():
+            elif timeout is not None and attempt.code and now - attempt.started > timeout.total_seconds():
                 seconds = timeout.total_seconds()
                 self._worker.stop(attempt, Stop("timed_out", f"the task ran over its timeout of {seconds:g} s"))
 
@@ -101,7 +101,7 @@ class Leases:
             "has_presence": bool(presence and presence.is_held),
             "is_draining": self._worker.is_draining,
         }
-        held = list(self._worker.running.values())
+        held = self._worker.held
         sent = time.monotonic()
         message = [self._statements.execute("seen", row, self._ttl)]
         if held:

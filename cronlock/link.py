@@ -15,7 +15,7 @@ CLOSE_WITHIN = 2.0
 
 
 class Link:
-    """Sends messages of prepared statements, one at a time."""
+    """Sends messages of the statements, one at a time."""
 
     def __init__(self, database: Database, statements: jobs.Statements) -> None:
         self._database = database
@@ -29,6 +29,9 @@ class Link:
             connection = await self._open(seconds)
             try:
                 return await within(seconds, connection, wire.send(connection, message))
+            except psycopg.errors.ReadOnlySqlTransaction:
+                await self.close()  # a session stays as it was made, though the server may be written to again
+                raise
             except psycopg.Error:
                 await self._mend(connection, seconds)
                 raise
@@ -48,8 +51,12 @@ class Link:
                 if isinstance(error, psycopg.Error)
                 else Unavailable("database_unavailable", "the database did not answer in time")
             ) from error
-        if self._database.keeps_records_apart:
-            await within(seconds, connection, wire.send(connection, self._statements.prepare()))
+        try:
+            if self._statements.is_prepared:
+                await within(seconds, connection, wire.send(connection, self._statements.prepare()))
+        except BaseException:
+            await connection.close()
+            raise
         self._connection = connection
         return connection
 

@@ -11,7 +11,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from cronlock import locks
-from cronlock.closing import CLOSE_MARGIN, RECORD_WAIT, ended, is_busy, left_open
+from cronlock.closing import CLOSE_MARGIN, RECORD_WAIT, cause, ended, is_busy, left_open
 from cronlock.context import close, settle
 from cronlock.database import within
 from cronlock.errors import LockLost
@@ -60,7 +60,7 @@ class Transaction:
             try:
                 await settle(run)  # which may be its first statement
             except BaseException as flushing:
-                error = flushing
+                error = cause(attempt.lending, flushing)
         error = error or attempt.lending.fault
         if error is not None or self.opened_us is None:
             return Committed(Returned(returned.value, error), False)
@@ -77,7 +77,7 @@ class Transaction:
         try:
             reply = await within(limit, seat.connection, seat.send(message, locks.LEFT_AT[True]))
         except psycopg.Error as failed:
-            return Committed(Returned(error=failed), False)
+            return Committed(Returned(error=cause(attempt.lending, failed)), False)
         if reply.tag != "COMMIT":
             return Committed(Returned(error=ended()), False)
         if reply.rows and reply.rows[0][-1]:
