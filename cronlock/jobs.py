@@ -209,12 +209,12 @@ SELECT count(*), (SELECT extract(epoch FROM min(w.run_at) - clock_timestamp())::
 
 # A worker says how long it is there, and by which lock it can be seen.
 SEEN = """
-INSERT INTO {worker} AS w (id, host, pid, release, queues, concurrency, presence_key, has_presence, is_draining,
-       seen_until)
-SELECT s.id, s.host, s.pid, s.release, s.queues, s.concurrency, s.presence_key, s.has_presence, s.is_draining,
-       clock_timestamp() + $2
+INSERT INTO {worker} AS w (id, host, pid, release, queues, concurrency, presence_key, has_presence, is_idle,
+       is_draining, seen_until)
+SELECT s.id, s.host, s.pid, s.release, s.queues, s.concurrency, s.presence_key, s.has_presence, s.is_idle,
+       s.is_draining, clock_timestamp() + $2
   FROM json_to_record($1) AS s(id uuid, host text, pid integer, release text, queues text[], concurrency integer,
-       presence_key bigint, has_presence boolean, is_draining boolean)
+       presence_key bigint, has_presence boolean, is_idle boolean, is_draining boolean)
     ON CONFLICT (id) DO UPDATE SET seen_until = excluded.seen_until, has_presence = excluded.has_presence,
        is_draining = excluded.is_draining
 """

@@ -13,7 +13,7 @@ import psycopg
 
 from cronlock import jobs, wire
 from cronlock.attempt import Attempt
-from cronlock.database import Database
+from cronlock.database import Database, unavailable
 from cronlock.errors import Unavailable
 from cronlock.execution import Stop
 from cronlock.link import Link
@@ -50,6 +50,14 @@ class Leases:
         self._link = Link(database, statements)
         self._renew_at = 0.0
         self._look_at = 0.0
+
+    async def begin(self) -> None:
+        """Say that the worker is there, before it takes anything; raises `Unavailable`."""
+        try:
+            await self._renew()
+        except psycopg.Error as error:
+            raise unavailable(error) from error
+        self._renew_at = time.monotonic() + self._interval
 
     async def keep(self) -> None:
         """Until cancelled, which is to come last."""
@@ -99,6 +107,7 @@ class Leases:
             "concurrency": self._worker.concurrency,
             "presence_key": presence.key if presence else 0,
             "has_presence": bool(presence and presence.is_held),
+            "is_idle": self._worker.is_said_idle,
             "is_draining": self._worker.is_draining,
         }
         held = self._worker.held

@@ -64,6 +64,8 @@ SHUTDOWN = Stop("shutdown", "the worker was shutting down", "ShuttingDown")
 PAUSE = (0.1, 5.0)
 REFUSED = ("0A", "22", "23", "54")
 """SQLSTATE classes of an end that cannot be written as it is, however often it is sent."""
+SOON = b"SET LOCAL lock_timeout = '200ms'"
+ASIDE_FOR = 1.0
 BLOCKED = ("55P03", "57014")
 """SQLSTATEs of an end whose row somebody has locked for too long."""
 UNRECORDABLE = Failure("Unrecordable", "the database refused to keep how the attempt ended; see the worker's log")
@@ -125,6 +127,8 @@ class Worker:
         """Ends that matched no row; an earlier message, of which no answer came, may have written them."""
         self._is_careful = False
         """Whether ends are sent one by one: one of them was refused."""
+        self._aside: list[tuple[float, Attempt, End]] = []
+        """Ends of rows that somebody has locked, and when they are tried again."""
         self._doubted: dict[str, float] = {}
         """Tokens of claims of which no answer came, and when that was."""
         self._disown_at = 0.0
@@ -133,7 +137,8 @@ class Worker:
         """Whether one was seen to wait; asked for on another connection, so that no claim is late for it."""
         self._end_by = inf
         self._wake = asyncio.Event()
-        self._is_idle = self._is_said_idle = False
+        self._is_idle = self.is_said_idle = False
+        """Whether nothing is to be claimed, and whether the worker's row says so."""
         self.is_draining = False
 
     async def close(self) -> None:
@@ -158,7 +163,7 @@ class Worker:
                     return
                 await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - jitter, not a secret
                 pause = min(2 * pause, PAUSE[1])
-                self._rescan_at, self._is_idle, self._is_said_idle = 0.0, False, False
+                self._rescan_at, self._is_idle, self.is_said_idle = 0.0, False, False
                 continue
             pause = PAUSE[0]
             if not is_more:
@@ -166,12 +171,12 @@ class Worker:
 
     @property
     def _has_ends(self) -> bool:
-        return bool(self._done or self._ends or self._given_back or self._missing)
+        return bool(self._done or self._ends or self._given_back or self._missing or self._aside)
 
     @property
     def held(self) -> list[Attempt]:
         """Everything whose lease is ours: what runs, and what has ended and is not written down."""
-        ended = [attempt for attempt, _ in self._ends]
+        ended = [*(attempt for attempt, _ in self._ends), *(attempt for _, attempt, _ in self._aside)]
         return [*self.running.values(), *self._done, *ended, *self._given_back, *self._sending]
 
     async def _rest(self) -> None:
@@ -184,16 +189,18 @@ class Worker:
 
     async def _turn(self) -> bool:
         """Write down what has ended and claim what there is room for; whether to go on at once."""
-        most = 1 if self._is_careful else BATCH
+        self._take_up()
+        is_careful = self._is_careful
+        most = 1 if is_careful else BATCH
         ends, self._ends = self._ends[:most], self._ends[most:]
-        plain = 0 if self._is_careful and ends else most
+        plain = 0 if is_careful and ends else most
         done, self._done = self._done[:plain], self._done[plain:]
         back, self._given_back = self._given_back, []
         missing, self._missing = self._missing, []
         doubted = self._disown()
         suspect = self._claim_suspect()
-        claim = None if self._is_careful else suspect or self._claim()
-        texts: list[bytes] = []
+        claim = None if is_careful else suspect or self._claim()
+        texts: list[bytes] = [SOON] if is_careful and (done or ends) else []
         if done:
             texts.append(self._execute("done", [one.run_id for one in done], [one.token for one in done]))
         if ends:
@@ -207,7 +214,7 @@ class Worker:
             texts.append(self._execute("disown", self.id, doubted))
         if claim is not None:
             texts.append(claim.text)
-        if is_telling := self._is_idle != self._is_said_idle:
+        if is_telling := self._is_idle != self.is_said_idle:
             texts.append(self._execute("idle", self.id, self._is_idle))
         if not texts:
             return False
@@ -226,8 +233,8 @@ class Worker:
             raise
         finally:
             self._sending = []
-        self._is_careful = self._is_careful and bool(self._done or self._ends)
-        replies = results[2:]
+        self._is_careful = is_careful and bool(self._done or self._ends)
+        replies = results[2 + (texts[0] is SOON) :]
         if done:
             self._left(done, wire.rows(replies.pop(0)))
         if ends:
@@ -239,7 +246,7 @@ class Worker:
         if doubted:
             replies.pop(0)
         if is_telling:
-            self._is_said_idle = is_idle
+            self.is_said_idle = is_idle
         if claim is None:
             return self._has_ends
         rows = wire.rows(replies.pop(0))
@@ -257,7 +264,11 @@ class Worker:
         if not self._is_careful:
             self._is_careful = bool(self._done or self._ends)
         elif state in BLOCKED:
-            self._ends, self._done = self._ends[1:] + self._ends[:1], self._done[1:] + self._done[:1]
+            again_at = time.monotonic() + ASIDE_FOR
+            if self._ends:
+                self._aside.append((again_at, *self._ends.pop(0)))
+            elif self._done:
+                self._aside.append((again_at, self._done.pop(0), End("completed")))
         elif self._ends and self._ends[0][1].failure is not UNRECORDABLE:
             attempt, end = self._ends[0]
             log.error("how job %s ended was refused", attempt.run_id, extra={"event": "job.refused", "sqlstate": state})
@@ -266,6 +277,15 @@ class Worker:
             self._missed(self._ends.pop(0)[0])
         elif self._done:
             self._missed(self._done.pop(0))
+
+    def _take_up(self) -> None:
+        """Try again to write the ends that were put aside, with care."""
+        now = time.monotonic()
+        due = [(one, end) for at, one, end in self._aside if at <= now]
+        if due:
+            self._aside = [aside for aside in self._aside if aside[0] > now]
+            self._ends = due + self._ends
+            self._is_careful = True
 
     def _disown(self) -> list[str]:
         """The claims that are to be given back: again and again, since their message may still be under way."""
@@ -328,7 +348,7 @@ class Worker:
         if self._at < len(self.queues):
             return True
         self._at = 0
-        was_said, self._is_idle = self._is_said_idle, True
+        was_said, self._is_idle = self.is_said_idle, True
         return not was_said  # once more, after others can see that it is idle
 
     def _start(self, row: tuple[Any, ...], token: str, lease: Lease) -> Attempt:
