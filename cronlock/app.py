@@ -449,7 +449,7 @@ class Process:
         self.database = Database(settings, has_threads=any(not task.is_async and not task.is_guarded for task in tasks))
         statements = runs.Statements(settings.schema_name, self.instance)
         self.recorder = Recorder(self.database, statements)
-        written = jobs.statements(settings.schema_name)
+        written = jobs.statements(settings.schema_name, is_prepared=self.database.keeps_records_apart)
         self.enqueuer = enqueue.Enqueuer(self.database, written)
         self.producer = enqueue.Producer(tasks, written, self.enqueuer)
         self.runner = Runner(

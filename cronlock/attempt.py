@@ -79,6 +79,10 @@ class Attempt:
             return text
         return text.encode("ascii", "backslashreplace").decode()
 
+    def has_returned(self, returned: Returned) -> bool:
+        """Whether its code ran to its end and nothing was wrong."""
+        return self.code is not None and returned.error is None and self.lending.fault is None
+
     def elapsed_ms(self) -> int:
         """Milliseconds since it was claimed."""
         return round((time.monotonic() - self.started) * 1000)
@@ -132,17 +136,17 @@ class End:
 
 def end_of(attempt: Attempt, returned: Returned, scrub: Callable[[str], str]) -> End:
     """What an attempt came to, by what its code returned or raised and by why it was stopped."""
-    stop, error = attempt.stop, returned.error
+    stop, error, task = attempt.stop, returned.error, attempt.task
     if stop is not None:
         if stop.status == "cancelled":
             return End("cancelled", attempt_status="cancelled", failure=stop.failure())
-        return after_failure(attempt, stop.status, stop.failure(), retry.delay(attempt.attempt), is_transient=True)
+        wait = retry.delay(attempt.attempt, task.retry_delay.total_seconds(), task.retry_cap.total_seconds())
+        return after_failure(attempt, stop.status, stop.failure(), wait, is_transient=True)
     error = error or attempt.lending.fault
     if error is None:
         return End("completed", result=dump_result(returned.value))
     if isinstance(error, Cancel):
         return End("cancelled", attempt_status="cancelled", failure=failure(error, scrub))
-    task = attempt.task
     wait = retry.after(error, attempt.attempt, task.retry_delay.total_seconds(), task.retry_cap.total_seconds())
     is_transient = retry.is_transient(error, task.retry_on)
     return after_failure(attempt, "failed", failure(error, scrub), wait, is_transient=is_transient)

@@ -38,6 +38,7 @@ NOT_SECRETS = frozenset({"undefined", "none", "null"})
 SHORTEST_DURATION = timedelta(milliseconds=1)  # shorter is 0 ms to PostgreSQL, which means "no limit"
 LONGEST_TIMEOUT = timedelta(days=24)  # PostgreSQL's timeouts are milliseconds in 31 bits: 24.8 days
 SHORTEST_PING, LONGEST_PING = timedelta(milliseconds=100), timedelta(hours=1)
+SHORTEST_LEASE = SHORTEST_GRACE = timedelta(seconds=2)
 LONGEST_RETENTION = timedelta(days=3650)
 LARGEST_BODY = 128 * 1024**2  # jsonb holds strings below 256 MiB
 
@@ -127,6 +128,21 @@ def _ping(value: object) -> timedelta:
     span = parse_duration(value, longest=LONGEST_PING)
     if span < SHORTEST_PING:
         raise ValueError(f"{_shown(value)} is too short for a ping; write at least '100ms'")
+    return span
+
+
+def _lease(value: object) -> timedelta:
+    return _at_least(SHORTEST_LEASE, value, "a lease, which is renewed three times while it lasts")
+
+
+def _grace(value: object) -> timedelta:
+    return _at_least(SHORTEST_GRACE, value, "a worker to take a lost connection up again")
+
+
+def _at_least(shortest: timedelta, value: object, what: str) -> timedelta:
+    span = parse_duration(value, longest=LONGEST_PING)
+    if span < shortest:
+        raise ValueError(f"{_shown(value)} is too short for {what}; write at least '{format_duration(shortest)}'")
     return span
 
 
@@ -303,10 +319,10 @@ class Settings(BaseSettings):
         example="15s",
         about="how often lost runs are looked for",
     )
-    lease: Duration = setting(
+    lease: Annotated[timedelta, BeforeValidator(_lease)] = setting(
         timedelta(seconds=30), "CRONLOCK_LEASE", example="30s", about="how long a worker has a job without renewing it"
     )
-    presence_grace: Duration = setting(
+    presence_grace: Annotated[timedelta, BeforeValidator(_grace)] = setting(
         timedelta(seconds=3),
         "CRONLOCK_PRESENCE_GRACE",
         example="3s",

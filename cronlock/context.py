@@ -179,6 +179,12 @@ async def first(writing: Coroutine[Any, Any, list[Enqueued]]) -> Enqueued:
     return (await writing)[0]
 
 
+def is_pending(run: Run) -> bool:
+    """Whether the task's session has something that is not flushed."""
+    session = run._session
+    return session is not None and bool(session.new or session.dirty or session.deleted)
+
+
 async def settle(run: Run) -> None:
     """Flush what the task's session has pending, and close what it was handed; raises what a flush raises."""
     session, run._session = run._session, None

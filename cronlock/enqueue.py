@@ -17,6 +17,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import psycopg
+from psycopg.rows import tuple_row
 from pydantic import BaseModel
 from sqlalchemy import Connection, CursorResult, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
@@ -209,7 +210,8 @@ async def on_async(connection: Any, statements: jobs.Statements, wanted: Order) 
         while True:
             statement, values = talking.send(rows)  # type: ignore[arg-type]  # None begins a generator
             if isinstance(connection, psycopg.AsyncConnection):
-                cursor = await connection.execute(statements.text(statement, "%({})s"), values)
+                cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)  # whatever the connection's own are
+                await cursor.execute(statements.text(statement, "%({})s"), values)
                 rows = await cursor.fetchall() if cursor.description else []
             elif isinstance(connection, (AsyncConnection, AsyncSession)):
                 result = await connection.execute(text(statements.text(statement, ":{}")), values)
@@ -232,7 +234,8 @@ def on_sync(connection: Any, statements: jobs.Statements, wanted: Order) -> list
         while True:
             statement, values = talking.send(rows)  # type: ignore[arg-type]  # None begins a generator
             if isinstance(connection, psycopg.Connection):
-                cursor = connection.execute(statements.text(statement, "%({})s"), values)
+                cursor = psycopg.Cursor(connection, row_factory=tuple_row)
+                cursor.execute(statements.text(statement, "%({})s"), values)
                 rows = cursor.fetchall() if cursor.description else []
             elif isinstance(connection, (Connection, Session)):
                 result = connection.execute(text(statements.text(statement, ":{}")), values)
@@ -305,6 +308,14 @@ class Enqueuer:
             message = HEAD + self._statements.execute("enqueue", [row for row, _ in group]) + b"; COMMIT"
             results = await self._link.send(message, self._seconds)
             ids = [row[0] for row in wire.rows(results[2])]
+        except psycopg.DataError as error:
+            if len(group) > 1:  # one of them, for whose fault the others are not to suffer
+                for one in group:
+                    await self._write_group([one])
+            elif not group[0][1].done():
+                refused = f"the database cannot hold the payload ({type(error).__name__})"
+                group[0][1].set_exception(PayloadError(refused))
+            return
         except (psycopg.Error, Unavailable) as error:
             refusal = error if isinstance(error, Unavailable) else unavailable(error)
             for _, future in group:

@@ -23,6 +23,9 @@ from cronlock.locks import quoted, text_of
 VALUE = re.compile(r"\[([a-z_]+)\]")
 """Where a statement for any connection has a value."""
 
+PARAMETER = re.compile(r"\$(\d)")
+"""Where a statement that is prepared has a value."""
+
 CARRIED = (
     "id, task, queue, priority, payload, trigger, occurrence, idempotency_key, max_attempts, attempts, losses,"
     " enqueued_at"
@@ -67,9 +70,14 @@ WITH due AS MATERIALIZED (
 CLAIM_SUSPECT = f"""
 WITH due AS MATERIALIZED (
     SELECT j.id FROM {{job}} j
-     WHERE j.queue = $4 AND j.losses >= {SUSPECT} AND j.lease_token IS NULL AND j.task = ANY ($5)
+     WHERE j.queue = ANY ($4) AND j.losses >= {SUSPECT} AND j.lease_token IS NULL AND j.task = ANY ($5)
      ORDER BY j.id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED)
 {TAKE}"""
+
+SUSPECTS = f"""
+SELECT EXISTS (SELECT FROM {{job}} j
+                WHERE j.queue = ANY ($1) AND j.losses >= {SUSPECT} AND j.lease_token IS NULL AND j.task = ANY ($2))
+"""
 
 ENDED_COLUMNS = f"{CARRIED}, run_at, started_at, worker, status, result, error_type, error_message, log"
 
@@ -113,17 +121,39 @@ attempt AS (
     SELECT g.id, g.attempts, g.attempt_status, g.started_at, g.worker, g.error_type, g.error_message,
            g.error_traceback, g.error_sqlstate, g.log
       FROM gone g WHERE g.attempt_status IS NOT NULL
-        ON CONFLICT (job_id, attempt) DO NOTHING)
+        ON CONFLICT (job_id, attempt) DO UPDATE SET status = excluded.status, started_at = excluded.started_at,
+           finished_at = excluded.finished_at, worker = excluded.worker, error_type = excluded.error_type,
+           error_message = excluded.error_message, error_traceback = excluded.error_traceback,
+           error_sqlstate = excluded.error_sqlstate, log = excluded.log)
 SELECT g.id, g.status FROM gone g
 """
 
-# Given back as if it had not been taken.
-RELEASE = """
-UPDATE {job} j
+# What became of attempts of ours that were not found any more: the message that ended them may have had no answer.
+# `queued` stands for one that is to be tried again.
+FATES = """
+SELECT e.id, coalesce(h.status, 'queued')
+  FROM unnest($1, $2) AS e(id, attempt)
+  LEFT JOIN {job_history} h ON h.id = e.id AND h.attempts = e.attempt AND h.worker = $3
+  LEFT JOIN {job_attempt} a ON a.job_id = e.id AND a.attempt = e.attempt AND a.worker = $3
+ WHERE a.status IS DISTINCT FROM 'lost' AND (h.id IS NOT NULL OR a.job_id IS NOT NULL)
+"""
+
+# Given back as if it had not been taken, unless it was to be cancelled.
+RELEASE = f"""
+WITH gone AS (
+    DELETE FROM {{job}} j USING unnest($1, $2) AS e(id, token)
+     WHERE j.id = e.id AND j.lease_token = e.token AND j.cancel_requested_at IS NOT NULL
+ RETURNING {of("j")}, j.run_at, j.started_at, j.worker),
+kept AS (
+    INSERT INTO {{job_history}} ({ENDED_COLUMNS})
+    SELECT {of("g")}, g.run_at, g.started_at, g.worker, 'cancelled', NULL, 'CancelAsked',
+           'it was to be cancelled when its worker was shut down'
+      FROM gone g)
+UPDATE {{job}} j
    SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
        backend_pid = NULL
   FROM unnest($1, $2) AS e(id, token)
- WHERE j.id = e.id AND j.lease_token = e.token
+ WHERE j.id = e.id AND j.lease_token = e.token AND j.cancel_requested_at IS NULL
  RETURNING j.id
 """
 
@@ -183,19 +213,23 @@ SELECT count(*), (SELECT extract(epoch FROM min(w.run_at) - clock_timestamp())::
 
 # A worker says how long it is there, and by which lock it can be seen.
 SEEN = """
-INSERT INTO {worker} AS w (id, host, pid, release, queues, concurrency, presence_key, has_presence, is_draining,
-       seen_until)
-SELECT s.id, s.host, s.pid, s.release, s.queues, s.concurrency, s.presence_key, s.has_presence, s.is_draining,
-       clock_timestamp() + $2
+INSERT INTO {worker} AS w (id, host, pid, release, queues, concurrency, presence_key, has_presence, is_idle,
+       is_draining, seen_until)
+SELECT s.id, s.host, s.pid, s.release, s.queues, s.concurrency, s.presence_key, s.has_presence, s.is_idle,
+       s.is_draining, clock_timestamp() + $2
   FROM json_to_record($1) AS s(id uuid, host text, pid integer, release text, queues text[], concurrency integer,
-       presence_key bigint, has_presence boolean, is_draining boolean)
+       presence_key bigint, has_presence boolean, is_idle boolean, is_draining boolean)
     ON CONFLICT (id) DO UPDATE SET seen_until = excluded.seen_until, has_presence = excluded.has_presence,
        is_draining = excluded.is_draining
 """
 
 IDLE = "UPDATE {worker} w SET is_idle = $2 WHERE w.id = $1 AND w.is_idle <> $2"
 
-LEAVE = "DELETE FROM {worker} w WHERE w.id = $1"
+# One that left jobs behind is there to be missed.
+LEAVE = """
+DELETE FROM {worker} w
+ WHERE w.id = $1 AND NOT EXISTS (SELECT FROM {job} j WHERE j.worker = w.id AND j.lease_token IS NOT NULL)
+"""
 
 PRESENT = """EXISTS (SELECT FROM pg_catalog.pg_locks l
        WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
@@ -207,24 +241,24 @@ PRESENT = """EXISTS (SELECT FROM pg_catalog.pg_locks l
 # Who has not renewed its leases in time, and whose presence lock is free. After a restart of the server nobody had the
 # time to take it.
 MISSING = f"""
-SELECT w.id::text, w.seen_until < clock_timestamp() AS is_late
-  FROM {{worker}} w
- WHERE w.id <> $1
-   AND (w.seen_until < clock_timestamp()
-        OR (w.has_presence AND NOT {PRESENT} AND pg_postmaster_start_time() + $2 < clock_timestamp()))
+SELECT s.id, s.is_late, s.is_absent
+  FROM (SELECT w.id::text, w.seen_until < clock_timestamp() AS is_late,
+               w.has_presence AND NOT {PRESENT} AND pg_postmaster_start_time() + $2 < clock_timestamp() AS is_absent
+          FROM {{worker}} w WHERE w.id <> $1) s
+ WHERE s.is_late OR s.is_absent
 """
 
 RECOVER_WINDOW = 500
 
-# Jobs whose lease ran out, or whose worker is gone for sure ($1, which is asked again here). One that was lost too
-# often has failed, one that was to be cancelled is; all others may be taken at once. The backends that may still have
-# a transaction of theirs open are told, to be ended by `END_BACKEND`.
+# Jobs whose lease ran out, whatever is known of their worker, or whose worker is gone for sure ($1, which is asked
+# again here). One that was lost too often has failed, one that was to be cancelled is; all others may be taken at once.
+# The backends that may still have a transaction of theirs open are told, to be ended by `END_BACKEND`.
 RECOVER = f"""
 WITH lost AS MATERIALIZED (
     SELECT j.id, j.backend_pid,
            CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'cancelled'
                 WHEN j.attempts >= j.max_attempts THEN 'failed' ELSE 'queued' END AS status
-      FROM {{job}} j JOIN {{worker}} w ON w.id = j.worker
+      FROM {{job}} j LEFT JOIN {{worker}} w ON w.id = j.worker
      WHERE j.lease_token IS NOT NULL
        AND (j.lease_until < clock_timestamp() OR (w.id = ANY ($1) AND w.has_presence AND NOT {PRESENT}))
      ORDER BY j.id LIMIT {RECOVER_WINDOW} FOR NO KEY UPDATE OF j SKIP LOCKED),
@@ -365,9 +399,11 @@ ONE = "SELECT * FROM {job_status} j WHERE j.id = CAST([id] AS bigint)"
 PREPARED = {
     "claim_next": (CLAIM_NEXT, "uuid, interval, uuid, text, text[], integer, smallint, bigint"),
     "claim": (CLAIM, "uuid, interval, uuid, text, text[], integer"),
-    "claim_suspect": (CLAIM_SUSPECT, "uuid, interval, uuid, text, text[]"),
+    "claim_suspect": (CLAIM_SUSPECT, "uuid, interval, uuid, text[], text[]"),
+    "suspects": (SUSPECTS, "text[], text[]"),
     "done": (DONE, "bigint[], uuid[]"),
     "end": (END, "json"),
+    "fates": (FATES, "bigint[], smallint[], uuid"),
     "release": (RELEASE, "bigint[], uuid[]"),
     "renew": (RENEW, "bigint[], uuid[], interval"),
     "cancelled": (CANCELLED, "bigint[]"),
@@ -440,9 +476,15 @@ def item(value: Any) -> str:
 
 
 class Statements:
-    """The statements of one schema: put together once, executed by their name on a connection that has `prepare`d."""
+    """The statements of one schema, put together once.
 
-    def __init__(self, schema: str) -> None:
+    They are executed by their name on a connection that has `prepare`d; or, unless `is_prepared`, sent whole each time,
+    for connections that a pooler shares out.
+    """
+
+    def __init__(self, schema: str, *, is_prepared: bool = True) -> None:
+        self.is_prepared = is_prepared
+        self._whole: dict[str, list[str]] = {}
         names = ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker", "job_status", "task")
         self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in names}
         sequence = sql.Identifier(schema, "job_id").as_string(None)
@@ -477,9 +519,18 @@ class Statements:
         return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(values[value]) for value in types))
 
     def execute(self, name: str, *values: Any) -> bytes:
-        """One prepared statement with its values."""
-        given = b"(%s)" % b", ".join(literal(value) for value in values) if values else b""
-        return b"EXECUTE cronlock_%s%s" % (name.encode(), given)
+        """One of the statements with its values."""
+        if self.is_prepared:
+            given = b"(%s)" % b", ".join(literal(value) for value in values) if values else b""
+            return b"EXECUTE cronlock_%s%s" % (name.encode(), given)
+        types = PREPARED[name][1].split(", ") if values else []
+        cast = [b"CAST(%s AS %s)" % (literal(value), kind.encode()) for value, kind in zip(values, types, strict=True)]
+        if (pieces := self._whole.get(name)) is None:
+            cut = PARAMETER.split(PREPARED[name][0])
+            pieces = self._whole[name] = [sql.SQL(piece).format(**self._names).as_string(None) for piece in cut]
+        return b"".join(
+            cast[int(piece) - 1] if place % 2 else piece.encode() for place, piece in enumerate(pieces)
+        ).strip()
 
     def fill(self, statement: str, values: Mapping[str, Any]) -> bytes:
         """A statement whose values are `[name]`, with them, as a message."""
@@ -489,7 +540,12 @@ class Statements:
 
     def text(self, statement: str, style: str) -> str:
         """A statement for somebody else's connection, whose values are `[name]`; `style` such as "%({})s" or ":{}"."""
-        return "".join(style.format(piece) if is_value else piece for piece, is_value in self._pieces(statement))
+        mark = style[0]  # elsewhere, as in the name of a schema, it stands for itself
+        escaped = {"%": "%%", ":": "\\:"}[mark]
+        return "".join(
+            style.format(piece) if is_value else piece.replace(mark, escaped)
+            for piece, is_value in self._pieces(statement)
+        )
 
     def _pieces(self, statement: str) -> list[tuple[str, bool]]:
         """A statement's text, and the names of its values, in turn."""
@@ -523,6 +579,6 @@ class Statements:
 
 
 @lru_cache(maxsize=8)
-def statements(schema: str) -> Statements:
+def statements(schema: str, *, is_prepared: bool = True) -> Statements:
     """The statements of a schema, put together once."""
-    return Statements(schema)
+    return Statements(schema, is_prepared=is_prepared)

@@ -171,6 +171,9 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
         lending.in_flight += 1
         try:
             opening.opened(wire.rows((await wire.send(self, opening.message()))[-1]))
+        except Exception as error:  # without it nothing of the task can be committed, whatever the task makes of that
+            lending.fault = lending.fault or error
+            raise
         finally:
             lending.in_flight -= 1
 
@@ -238,6 +241,9 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
             if result.status == ExecStatus.FATAL_ERROR:
                 raise wire.refusal(result)
             opening.opened(wire.rows(result))
+        except Exception as error:  # as above
+            lending.fault = lending.fault or error
+            raise
         finally:
             lending.in_flight -= 1
 

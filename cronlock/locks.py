@@ -24,8 +24,8 @@ from cronlock.tasks import Task
 
 STATEMENT_MARGIN = timedelta(seconds=5)
 IDLE_MARGIN = timedelta(seconds=10)
-# What the function complete_run raises; see migrations/versions.
-ENDED = "cronlock: this is not the transaction that took the lock"
+# What the functions complete_run and complete_job raise; see migrations/versions.
+ENDED = ("cronlock: this is not the transaction that took the lock", "cronlock: this is not the transaction of the job")
 NO_ROW = "cronlock: no open run row"
 OCCURRENCE_KEY = "run_occurrence_key"
 """The index by which no occurrence completes twice."""

@@ -28,6 +28,8 @@ class Presence:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        server = database.server
+        self._has_transaction_timeout = server is not None and server.version >= 170000
         self.key = random.getrandbits(63)
         self.is_held = False
         self.heard = 0.0
@@ -57,6 +59,7 @@ class Presence:
         opening = locks.join(
             [
                 sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED"),
+                *([sql.SQL("SET LOCAL transaction_timeout = 0")] if self._has_transaction_timeout else []),
                 locks.set_local(
                     {
                         "statement_timeout": 30000,

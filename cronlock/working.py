@@ -63,6 +63,7 @@ class Crew:
         presence = Presence(database) if database.keeps_records_apart else None
         self._leases = Leases(database, statements, self.worker, process.instance, presence)
         self._duties = Duties(database, statements, self.worker)
+        await self._leases.begin()
         spawn = asyncio.get_running_loop().create_task
         if presence is not None:
             self._keepers.append(spawn(presence.keep()))
