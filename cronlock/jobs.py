@@ -147,7 +147,7 @@ WITH gone AS (
 kept AS (
     INSERT INTO {{job_history}} ({ENDED_COLUMNS})
     SELECT {of("g")}, g.run_at, g.started_at, g.worker, 'cancelled', NULL, 'CancelAsked',
-           'it was to be cancelled when its worker was shut down'
+           'it was to be cancelled when its worker was shut down', NULL
       FROM gone g)
 UPDATE {{job}} j
    SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
@@ -187,9 +187,9 @@ UPDATE {job} j SET progress_done = e.done, progress_total = e.total
  WHERE j.id = e.id AND j.lease_token = e.token
 """
 
-# Claims of which no answer came: what they took is given back as if it had not been taken.
 PAUSED = "SELECT t.name FROM {task} t WHERE t.paused_at IS NOT NULL"
 
+# Claims of which no answer came: what they took is given back as if it had not been taken.
 DISOWN = """
 UPDATE {job} j
    SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
