@@ -15,9 +15,9 @@ CLOSE_WITHIN = 2.0
 
 
 class Link:
-    """Sends messages of prepared statements, one at a time."""
+    """Sends messages, one at a time, with the prepared statements of `statements` if there are any."""
 
-    def __init__(self, database: Database, statements: jobs.Statements) -> None:
+    def __init__(self, database: Database, statements: jobs.Statements | None = None) -> None:
         self._database = database
         self._statements = statements
         self._connection: psycopg.AsyncConnection[Any] | None = None
@@ -48,7 +48,7 @@ class Link:
                 if isinstance(error, psycopg.Error)
                 else Unavailable("database_unavailable", "the database did not answer in time")
             ) from error
-        if self._database.keeps_records_apart:
+        if self._database.keeps_records_apart and self._statements is not None:
             await within(seconds, connection, wire.send(connection, self._statements.prepare()))
         self._connection = connection
         return connection

@@ -32,7 +32,8 @@ from cronlock.background import Background
 from cronlock.context import Run
 from cronlock.database import Database
 from cronlock.errors import PayloadInvalid, Unavailable
-from cronlock.execution import Returned, Stop, do
+from cronlock.execution import Returned, Stop, do, heeded
+from cronlock.invalidation import Outbox
 from cronlock.link import Link
 from cronlock.outcome import Failure, failure
 from cronlock.recording import HEAD
@@ -76,6 +77,7 @@ class Worker:
         tasks: Sequence[Task],
         instance: Instance,
         scrub: Callable[[str], str],
+        outbox: Outbox,
         *,
         queues: Sequence[str],
         concurrency: int,
@@ -91,6 +93,7 @@ class Worker:
         self._tasks = {task.name: task for task in tasks}
         self._names = list(self._tasks)
         self._scrub = scrub
+        self._outbox = outbox
         self._lease = database.settings.lease
         self._link = Link(database, statements)
         self._background = Background()
@@ -155,6 +158,9 @@ class Worker:
         texts: list[bytes] = []
         if done:
             texts.append(self._execute("done", [one.run_id for one in done], [one.token for one in done]))
+        said = [row for one, end in ends if end.status == "completed" and one.lending.said for row in one.said]
+        if said:
+            texts.append(self._outbox.of_jobs(said))
         if ends:
             texts.append(self._execute("end", [end.row(one) for one, end in ends]))
         if back:
@@ -179,6 +185,8 @@ class Worker:
         replies = results[2:]
         if done:
             self._left(done, wire.rows(replies.pop(0)))
+        if said:
+            replies.pop(0)
         if ends:
             self._told(ends, wire.rows(replies.pop(0)))
         if back:
@@ -264,12 +272,14 @@ class Worker:
             self._do(attempt)
 
     def _do(self, attempt: Attempt) -> None:
-        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt))
+        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._outbox)
         attempt.code = do(attempt, run, self._context.copy())
         attempt.code.add_done_callback(partial(self._code_returned, attempt))
 
     def _code_returned(self, attempt: Attempt, code: "asyncio.Future[Returned]") -> None:
         returned = Returned(error=asyncio.CancelledError()) if code.cancelled() else code.result()
+        if attempt.run is not None:
+            returned = heeded(attempt.run, returned)
         if attempt.seat is None:
             self._returned(attempt, returned)
         else:
@@ -288,7 +298,7 @@ class Worker:
 
     def _end(self, attempt: Attempt, end: End) -> None:
         self._drop(attempt)
-        if end.status == "completed" and end.result is None:
+        if end.status == "completed" and end.result is None and attempt.lending.said is None:
             self._done.append(attempt)
         else:
             self._ends.append((attempt, end))
@@ -339,6 +349,8 @@ class Worker:
 
     def _completed(self, attempt: Attempt) -> None:
         self.ended += 1
+        if attempt.lending.said is not None:
+            attempt.lending.said.committed()
         if log.isEnabledFor(logging.INFO):
             log.info("%s completed", attempt.task.name, extra={"event": "job.completed", **self._facts(attempt)})
 

@@ -59,6 +59,7 @@ class Crew:
             list(cron.tasks),
             process.instance,
             cron.settings.scrub,
+            process.outbox,
             queues=self._queues,
             concurrency=self._concurrency,
         )
