@@ -520,12 +520,21 @@ class Process:
         outbox = invalidation.statements(settings.schema_name)
         self.deliverer = Deliverer(self.database, outbox, targets, self.metrics)
         self.outbox = invalidation.Outbox(outbox, targets, self.deliverer)
+        written = jobs.statements(settings.schema_name)
+        self.enqueuer = enqueue.Enqueuer(self.database, written)
+        self.producer = enqueue.Producer(tasks, written, self.enqueuer)
         self.runner = Runner(
-            self.database, self.recorder, statements, self.instance, settings.scrub, self.metrics, self.outbox
+            self.database,
+            self.recorder,
+            statements,
+            self.instance,
+            settings.scrub,
+            self.metrics,
+            self.producer,
+            self.outbox,
         )
         self.readiness = Readiness(self.database, self.runner, tasks)
         self.inspector = Inspector(settings)
-        self.enqueuer = enqueue.Enqueuer(self.database, jobs.statements(settings.schema_name))
         self._timer: asyncio.Task[None] | None = None
         self._delivering: asyncio.Task[None] | None = None
         self.joined = 0

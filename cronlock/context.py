@@ -1,7 +1,8 @@
 """What a task sees: one object, `run`."""
 
+import asyncio
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
@@ -9,6 +10,8 @@ from uuid import UUID, uuid5
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from cronlock import enqueue
+from cronlock.enqueue import Enqueued, Producer
 from cronlock.errors import LockLost, NotInTransaction, StatementRefused
 from cronlock.invalidation import Outbox, Said
 from cronlock.lending import is_gone
@@ -43,7 +46,8 @@ class Run:
         execution: "Execution | Attempt",
         scrub: Callable[[str], str],
         report: Callable[[dict[str, Any] | None], None],
-        outbox: Outbox | None = None,
+        producer: Producer,
+        outbox: Outbox,
     ) -> None:
         call = execution.call
         self._execution = execution
@@ -51,6 +55,8 @@ class Run:
         self._scrub = scrub
         self._report = report
         self._outbox = outbox
+        self._producer = producer
+        self._loop = asyncio.get_running_loop()
         self.is_touched = False
         self.id = execution.run_id
         """The run's number; it grows in the order in which the lock was taken: a fencing number for what is outside."""
@@ -150,11 +156,26 @@ class Run:
 
     def _say(self, change: Any) -> None:
         execution = self._execution
-        assert self._outbox is not None, "every run of a process has one"
         with MAKING:
             if execution.lending.said is None:
                 execution.lending.said = Said(self._outbox, self.task, self.id, is_job=execution.is_job)
         execution.lending.said.add(change)
+
+    def enqueue(self, name: str, payload: Any = None, *, idempotency_key: str | None = None, **options: Any) -> Any:
+        """Write a job of the task `name`, in the run's transaction; in guard mode in one of its own, at once.
+
+        To be awaited in an `async def` task; in a plain function it returns the `Enqueued` itself. Takes the options of
+        `Cronlock.enqueue` and raises the same.
+        """
+        producer = self._producer
+        wanted = producer.order(name, payload, idempotency_key, options)
+        task = self._execution.task
+        if task.is_guarded:
+            writing = first(producer.enqueuer.enqueue(wanted))
+            return writing if task.is_async else asyncio.run_coroutine_threadsafe(writing, self._loop).result()
+        if task.is_async:
+            return first(enqueue.on_async(self.driver, producer.statements, wanted))
+        return enqueue.on_sync(self.driver, producer.statements, wanted)[0]
 
     def progress(self, done: int, total: int | None = None) -> None:
         """Say how far the run is; shown on its row while it runs. Never waits and never fails the run."""
@@ -184,6 +205,11 @@ def take_cache_keys(run: Run, value: Any) -> None:
     """Invalidate the `cacheKeys` of what the task returned, if it is a dict that has some; raises `PayloadError`."""
     if isinstance(value, Mapping) and (keys := value.get("cacheKeys")) is not None:
         run._say(said(keys, (), ()))
+
+
+async def first(writing: Coroutine[Any, Any, list[Enqueued]]) -> Enqueued:
+    """The only one of a list."""
+    return (await writing)[0]
 
 
 async def settle(run: Run) -> None:

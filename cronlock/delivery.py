@@ -65,7 +65,7 @@ class Deliverer:
         self._targets = targets
         self._metrics = metrics
         self._scrub = database.settings.scrub
-        self._link = Link(database)
+        self._link = Link(database, b"SELECT 1")
         self._sender = Sender(database.settings)
         self._wake = asyncio.Event()
         self._busy: dict[str, asyncio.Task[None]] = {}

@@ -70,7 +70,7 @@ class Transaction:
             return Committed(Returned(error=ended()), False)
         attempt.lending.is_over = True
         result = dump_result(returned.value)
-        complete = self._statements.complete(attempt.run_id, attempt.token, self.opened_us, result)
+        complete = self._statements.complete(attempt.run_id, attempt.token, self.opened_us, result, attempt.log())
         said = attempt.lending.said
         message = locks.job_closing(complete, b"" if said is None else said.take())
         timeout = attempt.task.timeout

@@ -19,6 +19,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,23 +27,26 @@ from uuid import uuid4
 
 import psycopg
 
-from cronlock import jobs, wire
+from cronlock import wire
 from cronlock.attempt import Attempt, End, Lease, after_failure, end_of
 from cronlock.background import Background
 from cronlock.context import Run
 from cronlock.database import Database
+from cronlock.enqueue import Producer
 from cronlock.errors import PayloadInvalid, Unavailable
 from cronlock.execution import Returned, Stop, do, heeded
 from cronlock.invalidation import Outbox
 from cronlock.link import Link
 from cronlock.outcome import Failure, failure
 from cronlock.recording import HEAD
+from cronlock.reporting import JobReport
 from cronlock.runs import Instance
-from cronlock.tasks import Task
 from cronlock.transaction import Transaction
 
 BATCH = 1000
 """How many ends one message has at most."""
+CHUNK = 50
+"""How many places at least one claim fills, if so many are free."""
 POLL = 1.0
 """Seconds after which an idle worker looks, with jitter, although nobody told it to."""
 RESCAN = 1.0
@@ -73,8 +77,7 @@ class Worker:
     def __init__(
         self,
         database: Database,
-        statements: jobs.Statements,
-        tasks: Sequence[Task],
+        producer: Producer,
         instance: Instance,
         scrub: Callable[[str], str],
         outbox: Outbox,
@@ -89,13 +92,15 @@ class Worker:
         self.ended = 0
         """How many attempts have ended here, and are written down."""
         self._database = database
-        self._statements = statements
-        self._tasks = {task.name: task for task in tasks}
+        self._producer = producer
+        self._statements = producer.statements
+        self._tasks = {task.name: task for task in producer.tasks}
         self._names = list(self._tasks)
         self._scrub = scrub
         self._outbox = outbox
+        self._report = JobReport(self.id)
         self._lease = database.settings.lease
-        self._link = Link(database, statements)
+        self._link = Link(database, producer.statements.prepare())
         self._background = Background()
         self._context = contextvars.Context()
         self._done: list[Attempt] = []
@@ -115,6 +120,10 @@ class Worker:
     async def close(self) -> None:
         """Close the connection, after the last end is written."""
         await self._link.close()
+
+    def paused(self, names: AbstractSet[str]) -> None:
+        """Claim no job of these tasks, and those of all others."""
+        self._names = [name for name in self._tasks if name not in names]
 
     def wake(self) -> None:
         """There may be something to claim or to write down."""
@@ -208,6 +217,8 @@ class Worker:
         free = 0 if self.is_draining else self.concurrency - len(self.running)
         if free <= 0:
             return None
+        # Half of the places at once, if there are many: while some jobs run, others are claimed.
+        free = min(free, max(CHUNK, self.concurrency // 2))
         now = time.monotonic()
         if now >= self._rescan_at:
             self._rescan_at = now + RESCAN
@@ -229,7 +240,7 @@ class Worker:
             self._places[claim.queue] = (rows[-1][7], rows[-1][0])
         if len(rows) == claim.asked:
             self._is_idle = False
-            return False
+            return len(self.running) < self.concurrency
         self._places.pop(claim.queue, None)
         if not claim.is_from_front:
             return True
@@ -244,6 +255,7 @@ class Worker:
         job_id, name, payload, number, most, trigger, occurrence, priority = row
         task = self._tasks[name]
         attempt = Attempt(job_id, token, task, None, number, most, trigger, occurrence, priority, self.id, lease)
+        attempt.is_unicode = self._database.is_unicode
         self.running[job_id] = attempt
         try:
             attempt.payload = task.validate(json.loads(payload))
@@ -272,7 +284,7 @@ class Worker:
             self._do(attempt)
 
     def _do(self, attempt: Attempt) -> None:
-        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._outbox)
+        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._producer, self._outbox)
         attempt.code = do(attempt, run, self._context.copy())
         attempt.code.add_done_callback(partial(self._code_returned, attempt))
 
@@ -298,7 +310,8 @@ class Worker:
 
     def _end(self, attempt: Attempt, end: End) -> None:
         self._drop(attempt)
-        if end.status == "completed" and end.result is None and attempt.lending.said is None:
+        is_plain = end.status == "completed" and end.result is None and attempt.lines is None
+        if is_plain and attempt.lending.said is None:
             self._done.append(attempt)
         else:
             self._ends.append((attempt, end))
@@ -351,35 +364,25 @@ class Worker:
         self.ended += 1
         if attempt.lending.said is not None:
             attempt.lending.said.committed()
-        if log.isEnabledFor(logging.INFO):
-            log.info("%s completed", attempt.task.name, extra={"event": "job.completed", **self._facts(attempt)})
+        self._report.completed(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def _failed(self, attempt: Attempt, end: End, status: str) -> None:
         self.ended += 1
-        why = end.failure
-        level = logging.ERROR if status == "failed" else logging.WARNING
-        again = f"; again in {end.delay:.1f} s" if status == "queued" and end.delay is not None else ""
-        facts = {**self._facts(attempt), "status": status, "error": f"{why.type}: {why.message}" if why else None}
-        word = {"queued": "retried"}.get(status, status)
-        log.log(level, "%s %s%s", attempt.task.name, end.attempt_status, again, extra={"event": f"job.{word}", **facts})
+        self._report.ended(
+            status,
+            end.attempt_status or status,
+            end.failure,
+            attempt.task.name,
+            attempt.run_id,
+            attempt.attempt,
+            attempt.elapsed_ms(),
+            end.delay,
+        )
 
     def _missed(self, attempt: Attempt) -> None:
         """The lease was lost before the end could be written, or the end was written by a message without answer."""
         self.ended += 1
-        log.error(
-            "%s: the lease of job %s was lost; its end is not written",
-            attempt.task.name, attempt.run_id,
-            extra={"event": "job.lease_lost", **self._facts(attempt)},
-        )  # fmt: skip
-
-    def _facts(self, attempt: Attempt) -> dict[str, Any]:
-        return {
-            "task": attempt.task.name,
-            "jobId": attempt.run_id,
-            "attempt": attempt.attempt,
-            "durationMs": attempt.elapsed_ms(),
-            "workerId": self.id,
-        }
+        self._report.lease_lost(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def stop(self, attempt: Attempt, stop: Stop) -> None:
         """Stop an attempt whose code has not returned; the first reason counts, but for a lost lease."""
