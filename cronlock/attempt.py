@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cronlock import retry
 from cronlock.context import Run
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class Attempt:
     """What a worker knows of a job whose lease it has; to its `Run` it is what an `Execution` is to a run's."""
+
+    is_job: ClassVar[bool] = True
 
     run_id: int
     """The job's id."""
@@ -71,6 +73,11 @@ class Attempt:
     def application_name(self) -> str:
         """By which its transaction is known in pg_stat_activity."""
         return f"cronlock:job {self.run_id}"
+
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        """What it said is stale and no transaction of its own has written, as `Outbox.of_jobs` takes it."""
+        return [] if self.lending.said is None else self.lending.said.rows(self.token)
 
     def log(self) -> str | None:
         """What the task has logged, as the database can hold it."""

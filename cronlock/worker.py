@@ -35,7 +35,8 @@ from cronlock.context import Run
 from cronlock.database import Database
 from cronlock.enqueue import Producer
 from cronlock.errors import Unavailable
-from cronlock.execution import Returned, Stop, do
+from cronlock.execution import Returned, Stop, do, heeded
+from cronlock.invalidation import Outbox
 from cronlock.lending import cut
 from cronlock.link import Link
 from cronlock.outcome import Failure, failure
@@ -96,6 +97,7 @@ class Worker:
         producer: Producer,
         instance: Instance,
         scrub: Callable[[str], str],
+        outbox: Outbox,
         *,
         queues: Sequence[str],
         concurrency: int,
@@ -112,6 +114,7 @@ class Worker:
         self._tasks = {task.name: task for task in producer.tasks}
         self.names = list(self._tasks)
         self._scrub = scrub
+        self._outbox = outbox
         self._report = JobReport(self.id)
         self._lease = database.settings.lease
         self._link = Link(database, producer.statements.prepare())
@@ -210,6 +213,9 @@ class Worker:
         texts: list[bytes] = [SOON] if is_careful and (done or ends) else []
         if done:
             texts.append(self._execute("done", [one.run_id for one in done], [one.token for one in done]))
+        said = [row for one, end in ends if end.status == "completed" and one.lending.said for row in one.said]
+        if said:
+            texts.append(self._outbox.of_jobs(said))
         if ends:
             texts.append(self._execute("end", [end.row(one) for one, end in ends]))
         if back:
@@ -244,6 +250,8 @@ class Worker:
         replies = results[2 + (texts[0] is SOON) :]
         if done:
             self._left(done, wire.rows(replies.pop(0)))
+        if said:
+            replies.pop(0)
         if ends:
             self._told(ends, wire.rows(replies.pop(0)))
         if back:
@@ -406,12 +414,14 @@ class Worker:
         self._do(attempt)
 
     def _do(self, attempt: Attempt) -> None:
-        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._producer)
+        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._producer, self._outbox)
         attempt.code = do(attempt, run, self._context.copy())
         attempt.code.add_done_callback(partial(self._code_returned, attempt))
 
     def _code_returned(self, attempt: Attempt, code: "asyncio.Future[Returned]") -> None:
         returned = Returned(error=asyncio.CancelledError()) if code.cancelled() else code.result()
+        if attempt.run is not None:
+            returned = heeded(attempt.run, returned)
         if attempt.seat is None:
             self._returned(attempt, returned)
         else:
@@ -434,7 +444,8 @@ class Worker:
 
     def _end(self, attempt: Attempt, end: End) -> None:
         self._drop(attempt)
-        if end.status == "completed" and end.result is None and attempt.lines is None:
+        is_plain = end.status == "completed" and end.result is None and attempt.lines is None
+        if is_plain and attempt.lending.said is None:
             self._done.append(attempt)
         else:
             self._ends.append((attempt, end))
@@ -496,6 +507,8 @@ class Worker:
 
     def _completed(self, attempt: Attempt) -> None:
         self.ended += 1
+        if attempt.lending.said is not None:
+            attempt.lending.said.committed()
         self._report.completed(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def _failed(self, attempt: Attempt, end: End, status: str) -> None:

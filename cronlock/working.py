@@ -57,6 +57,7 @@ class Crew:
             process.producer,
             process.instance,
             cron.settings.scrub,
+            process.outbox,
             queues=self._queues,
             concurrency=self._concurrency,
         )

@@ -139,6 +139,47 @@ CREATE TABLE {schema}.worker (
 ) WITH (fillfactor = 50);
 """
 
+# One row for every target and every word of a task, in the order of their ids, written in the task's own transaction.
+# Who delivers to a target has its row of `invalidation_target` for a few seconds at a time.
+INVALIDATION = """
+CREATE TABLE {schema}.invalidation (
+    id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) CONSTRAINT invalidation_pkey PRIMARY KEY,
+    target text NOT NULL,
+    keys text[] NOT NULL,
+    tags text[] NOT NULL,
+    paths text[] NOT NULL,
+    task text NOT NULL,
+    run_id bigint,
+    job_id bigint,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    delivered_at timestamptz,
+    attempts integer NOT NULL DEFAULT 0,
+    last_error text
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000);
+
+CREATE INDEX invalidation_waiting_idx ON {schema}.invalidation (target, id) WHERE delivered_at IS NULL;
+
+CREATE TABLE {schema}.invalidation_target (
+    name text CONSTRAINT invalidation_target_pkey PRIMARY KEY,
+    kind text NOT NULL,
+    lease_token uuid,
+    lease_until timestamptz,
+    attempts integer NOT NULL DEFAULT 0,
+    retry_at timestamptz,
+    failed_at timestamptz,
+    last_error text,
+    delivered_at timestamptz,
+    seen_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT invalidation_target_lease_check CHECK ((lease_token IS NULL) = (lease_until IS NULL))
+) WITH (fillfactor = 50);
+
+CREATE TABLE {schema}.cache_version (
+    key text CONSTRAINT cache_version_pkey PRIMARY KEY,
+    version bigint NOT NULL,
+    changed_at timestamptz NOT NULL DEFAULT clock_timestamp()
+) WITH (fillfactor = 90);
+"""
+
 # As complete_run: called right before the COMMIT of a job's own transaction. The job's row is gone for everybody else
 # only when that commits, and a token that is not the job's any more undoes everything.
 COMPLETE_JOB = """
@@ -208,10 +249,12 @@ def upgrade() -> None:
     run(TABLES)
     execute(COMPLETE_JOB)
     run(JOB_STATUS)
+    run(INVALIDATION)
 
 
 def downgrade() -> None:
     run("""
+DROP TABLE {schema}.cache_version, {schema}.invalidation_target, {schema}.invalidation;
 DROP VIEW {schema}.job_status;
 DROP FUNCTION {schema}.complete_job(bigint, uuid, bigint, text, text);
 DROP TABLE {schema}.worker, {schema}.idempotency_key, {schema}.job_attempt, {schema}.job_history,
