@@ -11,9 +11,10 @@ The layers, each of which imports only from those below it:
     recovery
     readiness
     runner
+    stint
     duties | leases
     worker
-    attempts | transaction
+    attempts | queueing | transaction
     attempt | closing | skips | stopping
     execution
     context | gate | guard
@@ -42,10 +43,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
     from cronlock.context import Run
+    from cronlock.enqueue import Enqueued
     from cronlock.errors import (
         Cancel,
         ConfigError,
         CronlockError,
+        IdempotencyKeyInUse,
+        IdempotencyKeyReused,
         LockLost,
         NotInTransaction,
         PayloadError,
@@ -67,8 +71,11 @@ __all__ = [
     "ConfigError",
     "Cronlock",
     "CronlockError",
+    "Enqueued",
     "Failure",
     "Holder",
+    "IdempotencyKeyInUse",
+    "IdempotencyKeyReused",
     "LockLost",
     "NotInTransaction",
     "Outcome",
@@ -84,7 +91,14 @@ __all__ = [
     "UnknownTask",
 ]
 
-MODULES = {"Cronlock": "app", "Run": "context", "Failure": "outcome", "Holder": "outcome", "Outcome": "outcome"}
+MODULES = {
+    "Cronlock": "app",
+    "Run": "context",
+    "Enqueued": "enqueue",
+    "Failure": "outcome",
+    "Holder": "outcome",
+    "Outcome": "outcome",
+}
 """Where the public names are; those that are not here are in `errors`."""
 
 

@@ -51,6 +51,11 @@ class Leases:
         self._renew_at = 0.0
         self._look_at = 0.0
 
+    async def begin(self) -> None:
+        """Say that the worker is there, before it claims: nobody would look after a job of one that nobody knows."""
+        await self._renew()
+        self._renew_at = time.monotonic() + self._interval
+
     async def keep(self) -> None:
         """Until cancelled, which is to come last."""
         while True:
@@ -96,6 +101,7 @@ class Leases:
             "pid": instance.pid,
             "release": instance.release,
             "queues": self._worker.queues,
+            "tasks": self._worker.names,
             "concurrency": self._worker.concurrency,
             "presence_key": presence.key if presence else 0,
             "has_presence": bool(presence and presence.is_held),

@@ -34,10 +34,11 @@ from cronlock.database import Database
 from cronlock.errors import PayloadInvalid, Unavailable
 from cronlock.execution import Returned, Stop, do
 from cronlock.link import Link
+from cronlock.metrics import JobCounts, Metrics
 from cronlock.outcome import Failure, failure
 from cronlock.recording import HEAD
 from cronlock.runs import Instance
-from cronlock.tasks import Task
+from cronlock.tasks import Registry, Task
 from cronlock.transaction import Transaction
 
 BATCH = 1000
@@ -67,7 +68,10 @@ class Claim:
 
 
 class Worker:
-    """One process's worker. `queues` are served in their order; `concurrency` jobs at most run at once."""
+    """One process's worker. `queues` are served in their order; `concurrency` jobs at most run at once.
+
+    It takes `most` jobs at most, where that is given.
+    """
 
     def __init__(
         self,
@@ -79,8 +83,13 @@ class Worker:
         *,
         queues: Sequence[str],
         concurrency: int,
+        metrics: JobCounts | None = None,
+        most: int | None = None,
     ) -> None:
         self.id = str(instance.id)
+        self.metrics: JobCounts = metrics or Metrics(Registry())
+        self.left = most
+        """How many jobs it may still take; None for any number."""
         self.queues = list(queues)
         self.concurrency = concurrency
         self.running: dict[int, Attempt] = {}
@@ -89,7 +98,7 @@ class Worker:
         self._database = database
         self._statements = statements
         self._tasks = {task.name: task for task in tasks}
-        self._names = list(self._tasks)
+        self.names = list(self._tasks)
         self._scrub = scrub
         self._lease = database.settings.lease
         self._link = Link(database, statements)
@@ -133,6 +142,16 @@ class Worker:
             pause = PAUSE[0]
             if not is_more:
                 await self._rest()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was due when it looked last."""
+        return self._is_said_idle
+
+    @property
+    def is_out_of_work(self) -> bool:
+        """Whether nothing runs, and nothing is left that it may take; another look may find more."""
+        return not self.running and (self._is_said_idle or self.left == 0)
 
     @property
     def _has_ends(self) -> bool:
@@ -198,6 +217,7 @@ class Worker:
     def _claim(self) -> "Claim | None":
         """The next claim, if there is a free place: behind the last one, or from the front."""
         free = 0 if self.is_draining else self.concurrency - len(self.running)
+        free = free if self.left is None else min(free, self.left)
         if free <= 0:
             return None
         now = time.monotonic()
@@ -206,7 +226,7 @@ class Worker:
             self._places.clear()
             self._at = 0
         queue, token = self.queues[self._at], str(uuid4())
-        lease = (token, self._lease, self.id, queue, self._names)
+        lease = (token, self._lease, self.id, queue, self.names)
         if (place := self._places.get(queue)) is None:
             return Claim(self._execute("claim", *lease, free), token, queue, free, is_from_front=True)
         return Claim(self._execute("claim_next", *lease, free, *place), token, queue, free, is_from_front=False)
@@ -215,6 +235,8 @@ class Worker:
         """Start what was claimed; whether to claim again at once."""
         lease = Lease(sent + self._lease.total_seconds())
         rows.sort(key=lambda row: (-row[7], row[0]))
+        if self.left is not None:
+            self.left -= len(rows)
         for row in rows:
             self._start(row, claim.token, lease)
         if rows:
@@ -233,10 +255,12 @@ class Worker:
         return not was_said  # once more, after others can see that it is idle
 
     def _start(self, row: tuple[Any, ...], token: str, lease: Lease) -> None:
-        job_id, name, payload, number, most, trigger, occurrence, priority = row
+        job_id, name, payload, number, most, trigger, occurrence, priority, due_ms, age_ms = row
         task = self._tasks[name]
         attempt = Attempt(job_id, token, task, None, number, most, trigger, occurrence, priority, self.id, lease)
+        attempt.age_ms = age_ms
         self.running[job_id] = attempt
+        self.metrics.job_started(name, due_ms)
         try:
             attempt.payload = task.validate(json.loads(payload))
         except PayloadInvalid as error:
@@ -280,6 +304,7 @@ class Worker:
         stop = attempt.stop
         if stop is not None and stop.status == "lost":
             self._drop(attempt)
+            self.metrics.lease_lost()
         elif stop is SHUTDOWN:
             self._drop(attempt)
             self._given_back.append(attempt)
@@ -339,11 +364,13 @@ class Worker:
 
     def _completed(self, attempt: Attempt) -> None:
         self.ended += 1
+        self.metrics.job_ended(attempt.task.name, "completed", attempt.age_ms + attempt.elapsed_ms())
         if log.isEnabledFor(logging.INFO):
             log.info("%s completed", attempt.task.name, extra={"event": "job.completed", **self._facts(attempt)})
 
     def _failed(self, attempt: Attempt, end: End, status: str) -> None:
         self.ended += 1
+        self.metrics.job_ended(attempt.task.name, status, attempt.age_ms + attempt.elapsed_ms())
         why = end.failure
         level = logging.ERROR if status == "failed" else logging.WARNING
         again = f"; again in {end.delay:.1f} s" if status == "queued" and end.delay is not None else ""
@@ -354,6 +381,7 @@ class Worker:
     def _missed(self, attempt: Attempt) -> None:
         """The lease was lost before the end could be written, or the end was written by a message without answer."""
         self.ended += 1
+        self.metrics.lease_lost()
         log.error(
             "%s: the lease of job %s was lost; its end is not written",
             attempt.task.name, attempt.run_id,

@@ -20,6 +20,7 @@ from cronlock.errors import ConfigError
 from cronlock.jobs import Statements
 from cronlock.leases import Leases
 from cronlock.presence import Presence
+from cronlock.stint import ended
 from cronlock.worker import Worker
 
 if TYPE_CHECKING:
@@ -61,10 +62,12 @@ class Crew:
             cron.settings.scrub,
             queues=self._queues,
             concurrency=self._concurrency,
+            metrics=cron.metrics,
         )
         presence = Presence(database) if database.keeps_records_apart else None
         self._leases = Leases(database, statements, self.worker, process.instance, presence)
         self._duties = Duties(database, statements, self.worker)
+        await self._leases.begin()
         spawn = asyncio.get_running_loop().create_task
         if presence is not None:
             self._keepers.append(spawn(presence.keep()))
@@ -92,15 +95,6 @@ class Crew:
         if self._drains:
             limit = 0.0
         self._drains.append(asyncio.get_running_loop().create_task(self.worker.drain(limit)))
-
-
-async def ended(task: "asyncio.Task[None]") -> None:
-    """Cancel a task and wait for its end."""
-    while not task.done():  # Python 3.11 loses a cancellation that comes with what was waited for
-        task.cancel()
-        await asyncio.wait((task,), timeout=1)
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a part of the worker broke off", exc_info=error)
 
 
 async def listen(database: Database, channel: str, wake: Callable[[], None]) -> None:
