@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psycopg
+from prometheus_client import CollectorRegistry, start_http_server
 from psycopg import sql
 
 from cronlock.database import Database
@@ -140,6 +141,19 @@ async def live(cron: "Cronlock", queues: Sequence[str], concurrency: int, starte
     has_started = True
     started()
     await crew.work()
+
+
+def answer_prometheus(registry: CollectorRegistry, host: str, port: int) -> None:
+    """Answer scrapes from a thread until the process ends; raises `ConfigError` if that place cannot be had.
+
+    There is no secret: who reaches the address reads counters, whose labels are names of tasks.
+    """
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ConfigError(f"--metrics-port: {host}:{port} cannot be listened on: {error.strerror}") from None
+    place = f"http://{host}:{server.server_port}/metrics"
+    log.info("metrics are on %s", place, extra={"event": "worker.metrics", "url": place})
 
 
 def require_queues(text: str) -> list[str]:
