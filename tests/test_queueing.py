@@ -114,9 +114,7 @@ async def test_an_attempt_that_failed_is_tried_again_and_keeps_its_place(
     assert db.execute("SELECT status, attempts, cron_key FROM cronlock.job_history").fetchall() == [("failed", 3, "")]
 
 
-async def test_one_occurrence_is_given_one_job_whatever_became_of_it(
-    cron: Cronlock, make_cron: Make, db: Db
-) -> None:
+async def test_one_occurrence_is_given_one_job_whatever_became_of_it(cron: Cronlock, make_cron: Make, db: Db) -> None:
     tick = {"idempotency-key": "tick-1"}
     async with serving(cron.app()) as client:
         first = (await client.get("/cron/nightly", headers=tick)).json()
@@ -167,18 +165,14 @@ async def test_a_paused_task_makes_no_job_and_one_too_soon_neither(cron: Cronloc
 
 
 @pytest.mark.parametrize("has_occurrence", [False, True])
-async def test_sixty_calls_at_once_on_three_servers_make_one_job(
-    make_cron: Make, db: Db, has_occurrence: bool
-) -> None:
+async def test_sixty_calls_at_once_on_three_servers_make_one_job(make_cron: Make, db: Db, has_occurrence: bool) -> None:
     headers = {"idempotency-key": "tick-1"} if has_occurrence else {}
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(serving(with_tasks(make_cron()).app())) for _ in range(3)]
         for number in range(1, 21):
             if has_occurrence:
                 headers = {"idempotency-key": f"tick-{number}"}
-            answers = await asyncio.gather(
-                *(servers[n % 3].get("/cron/nightly", headers=headers) for n in range(60))
-            )
+            answers = await asyncio.gather(*(servers[n % 3].get("/cron/nightly", headers=headers) for n in range(60)))
             made = [answer.json() for answer in answers if answer.status_code == 202]
             assert len([body for body in made if not body["duplicate"]]) == 1
             assert value(db, "SELECT count(*) FROM cronlock.job") == 1

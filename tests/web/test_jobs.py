@@ -430,8 +430,8 @@ async def test_a_failed_job_is_tried_again_as_itself_and_its_attempts_are_counte
 
 async def test_failed_jobs_are_retried_together(cron: Cronlock, make_cron: Make, db: Db) -> None:
     db.execute(
-        """INSERT INTO cronlock.job_history (id, task, queue, priority, payload, trigger, max_attempts, attempts, losses,
-               enqueued_at, run_at, status)
+        """INSERT INTO cronlock.job_history (id, task, queue, priority, payload, trigger, max_attempts, attempts,
+               losses, enqueued_at, run_at, status)
            SELECT nextval('cronlock.job_id'), CASE WHEN n % 3 = 0 THEN 'echo' ELSE 'report' END, 'default', 0, '{}',
                   'http', 5, 5, 3, now(), now(), CASE WHEN n % 10 = 0 THEN 'cancelled' ELSE 'failed' END
              FROM generate_series(1, 1500) n"""
