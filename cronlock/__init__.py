@@ -4,8 +4,8 @@ The layers, each of which imports only from those below it:
 
     cli
     development | fixtures
-    serving | working
-    loading | logs
+    serving
+    loading | logs | working
     app
     web
     recovery

@@ -449,10 +449,14 @@ class Process:
         self.database = Database(settings, has_threads=any(not task.is_async and not task.is_guarded for task in tasks))
         statements = runs.Statements(settings.schema_name, self.instance)
         self.recorder = Recorder(self.database, statements)
-        self.runner = Runner(self.database, self.recorder, statements, self.instance, settings.scrub, self.metrics)
+        written = jobs.statements(settings.schema_name)
+        self.enqueuer = enqueue.Enqueuer(self.database, written)
+        self.producer = enqueue.Producer(tasks, written, self.enqueuer)
+        self.runner = Runner(
+            self.database, self.recorder, statements, self.instance, settings.scrub, self.metrics, self.producer
+        )
         self.readiness = Readiness(self.database, self.runner, tasks)
         self.inspector = Inspector(settings)
-        self.enqueuer = enqueue.Enqueuer(self.database, jobs.statements(settings.schema_name))
         self._timer: asyncio.Task[None] | None = None
         self.joined = 0
         """How many calls of other threads `run_sync` has in this process's loop."""

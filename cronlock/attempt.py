@@ -44,6 +44,8 @@ class Attempt:
     stop: Stop | None = None
     lines: Lines | None = None
     has_logged: bool = False
+    is_unicode: bool = True
+    """Whether the database holds every text."""
     progress: dict[str, Any] | None = None
     """What the run said last of how far it is, until it is written."""
     key: str | None = None
@@ -69,6 +71,13 @@ class Attempt:
     def application_name(self) -> str:
         """By which its transaction is known in pg_stat_activity."""
         return f"cronlock:job {self.run_id}"
+
+    def log(self) -> str | None:
+        """What the task has logged, as the database can hold it."""
+        text = None if self.lines is None else self.lines.text()
+        if text is None or self.is_unicode:
+            return text
+        return text.encode("ascii", "backslashreplace").decode()
 
     def elapsed_ms(self) -> int:
         """Milliseconds since it was claimed."""
@@ -109,6 +118,7 @@ class End:
             "delay": self.delay,
             "result": self.result,
             "attempt_status": self.attempt_status,
+            "log": attempt.log(),
         }
         if why is not None:
             row |= {

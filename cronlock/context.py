@@ -1,7 +1,8 @@
 """What a task sees: one object, `run`."""
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
@@ -9,6 +10,8 @@ from uuid import UUID, uuid5
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from cronlock import enqueue
+from cronlock.enqueue import Enqueued, Producer
 from cronlock.errors import LockLost, NotInTransaction, StatementRefused
 from cronlock.lending import is_gone
 from cronlock.lines import Lines, TaskLog
@@ -41,12 +44,15 @@ class Run:
         execution: "Execution | Attempt",
         scrub: Callable[[str], str],
         report: Callable[[dict[str, Any] | None], None],
+        producer: Producer,
     ) -> None:
         call = execution.call
         self._execution = execution
         self._session: AsyncSession | Session | None = None
         self._scrub = scrub
         self._report = report
+        self._producer = producer
+        self._loop = asyncio.get_running_loop()
         self.is_touched = False
         self.id = execution.run_id
         """The run's number; it grows in the order in which the lock was taken: a fencing number for what is outside."""
@@ -128,6 +134,22 @@ class Run:
             )
         self.is_touched = True
 
+    def enqueue(self, name: str, payload: Any = None, *, idempotency_key: str | None = None, **options: Any) -> Any:
+        """Write a job of the task `name`, in the run's transaction; in guard mode in one of its own, at once.
+
+        To be awaited in an `async def` task; in a plain function it returns the `Enqueued` itself. Takes the options of
+        `Cronlock.enqueue` and raises the same.
+        """
+        producer = self._producer
+        wanted = producer.order(name, payload, idempotency_key, options)
+        task = self._execution.task
+        if task.is_guarded:
+            writing = first(producer.enqueuer.enqueue(wanted))
+            return writing if task.is_async else asyncio.run_coroutine_threadsafe(writing, self._loop).result()
+        if task.is_async:
+            return first(enqueue.on_async(self.driver, producer.statements, wanted))
+        return enqueue.on_sync(self.driver, producer.statements, wanted)[0]
+
     def progress(self, done: int, total: int | None = None) -> None:
         """Say how far the run is; shown on its row while it runs. Never waits and never fails the run."""
         try:
@@ -150,6 +172,11 @@ class Run:
             raise LockLost("the connection that held the lock is gone")
         if (guard := self._execution.guard) is not None:
             guard.check()
+
+
+async def first(writing: Coroutine[Any, Any, list[Enqueued]]) -> Enqueued:
+    """The only one of a list."""
+    return (await writing)[0]
 
 
 async def settle(run: Run) -> None:

@@ -33,7 +33,7 @@ class Duties:
         self._statements = statements
         self._worker = worker
         self._grace = database.settings.presence_grace
-        self._link = Link(database, statements)
+        self._link = Link(database, statements.prepare())
         self._missed: dict[str, float] = {}
         """When a worker was first seen to be gone, in monotonic seconds."""
         self.recovered = 0
@@ -68,9 +68,13 @@ class Duties:
         return rest
 
     async def _look(self) -> None:
-        """Whose lease ran out, and whose presence was seen to be gone twice?"""
-        message = HEAD + self._statements.execute("missing", self._worker.id, self._grace) + b"; COMMIT"
-        results = await self._link.send(message, SEND_WITHIN)
+        """Whose lease ran out, whose presence was seen to be gone twice, and which tasks are paused?"""
+        asked = (
+            self._statements.execute("missing", self._worker.id, self._grace),
+            self._statements.execute("paused"),
+        )
+        results = await self._link.send(HEAD + b"; ".join((*asked, b"COMMIT")), SEND_WITHIN)
+        self._worker.paused({row[0] for row in wire.rows(results[3])})
         now = time.monotonic()
         rows = wire.rows(results[2])
         self._missed = {worker: self._missed.get(worker, now) for worker, _ in rows}

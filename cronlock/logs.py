@@ -15,11 +15,11 @@ from pythonjsonlogger.json import JsonFormatter
 
 from cronlock import reporting
 
-FACTS = ("runId", "reason", "durationMs", "client", "error")
+FACTS = ("runId", "jobId", "reason", "durationMs", "client", "error")
 """What a line for people shows after its message, where the record has it."""
 
-RUN = (logging.getLogger("cronlock.run"), logging.getLogger("cronlock"), logging.getLogger())
-"""The logger of runs and those above it."""
+ABOVE = (logging.getLogger("cronlock"), logging.getLogger())
+"""The loggers above those of runs and of jobs."""
 
 COLOURS = {logging.WARNING: 33, logging.ERROR: 31, logging.CRITICAL: 31}
 
@@ -54,16 +54,16 @@ class Gathered(logging.StreamHandler[TextIO]):
         else:
             self._add(line)
 
-    def straight(self, level: int, message: str, facts: str) -> bool:
+    def straight(self, logger: logging.Logger, level: int, message: str, facts: str) -> bool:
         """Write a line of `reporting` as `Json` would, if nobody else has a handler for its record; else False."""
-        run, ours, root = RUN
-        if root.handlers != [self] or ours.handlers or run.handlers or run.filters:
+        ours, root = ABOVE
+        if root.handlers != [self] or ours.handlers or logger.handlers or logger.filters:
             return False
         now = time.time()
         if (second := int(now)) != self._second:
             self._second, self._shown_second = second, datetime.fromtimestamp(second, UTC).isoformat()[:-6]
         self._add(
-            f'{{"level":"{logging.getLevelName(level)}","logger":"{run.name}","message":"{message}",{facts},'
+            f'{{"level":"{logging.getLevelName(level)}","logger":"{logger.name}","message":"{message}",{facts},'
             f'"timestamp":"{self._shown_second}.{int((now - second) * 1e6):06}+00:00"}}'
         )
         return True

@@ -260,6 +260,7 @@ class EndedJobRow(Base):
     result: Mapped[str | None]
     error_type: Mapped[str | None]
     error_message: Mapped[str | None]
+    log: Mapped[str | None]
 
 
 class AttemptRow(Base):
@@ -278,6 +279,7 @@ class AttemptRow(Base):
     error_message: Mapped[str | None]
     error_traceback: Mapped[str | None]
     error_sqlstate: Mapped[str | None]
+    log: Mapped[str | None]
 
 
 class IdempotencyKeyRow(Base):

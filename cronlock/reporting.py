@@ -10,12 +10,14 @@ from cronlock.metrics import Metrics
 from cronlock.outcome import Failure, Outcome
 
 log = logging.getLogger("cronlock.run")
+job_log = logging.getLogger("cronlock.job")
 
 GONE = Failure("ProcessGone", "the process or its connection was gone before it said how the run ended")
 
-straight: Callable[[int, str, str], bool] | None = None
-"""Writes a line (its level, message and facts as the inside of a JSON object) where no other handler wants a record of
-it, else False. Set by `logs`: in a storm of skips a record of `logging` costs several times what its line does."""
+straight: Callable[[logging.Logger, int, str, str], bool] | None = None
+"""Writes a line (its logger, level, message and facts as the inside of a JSON object) where no other handler wants a
+record of it, else False. Set by `logs`: in a storm of skips a record of `logging` costs several times what its line
+does."""
 
 
 class Report:
@@ -45,7 +47,7 @@ class Report:
         """One event of a call or a run."""
         if not log.isEnabledFor(level):
             return
-        if straight and straight(level, f"{outcome.task} {event}", self._json(event, outcome, lock_key)):
+        if straight and straight(log, level, f"{outcome.task} {event}", self._json(event, outcome, lock_key)):
             return
         facts = {"event": f"run.{event}", **self.facts(outcome, lock_key)}
         # As log.log does, without walking the stack for the place in this file.
@@ -80,6 +82,49 @@ class Report:
             f'"code":"{code(outcome)}","reason":{reason},"durationMs":{outcome.duration_ms},"lockKey":{lock_key},'
             f'"instance":"{self._instance}","error":{error}'
         )
+
+
+class JobReport:
+    """Writes the lines of one worker's jobs."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+
+    def completed(self, task: str, job_id: int, attempt: int, duration_ms: int) -> None:
+        """A job was completed, for good."""
+        if not job_log.isEnabledFor(logging.INFO):
+            return
+        facts = (
+            f'"event":"job.completed","task":"{task}","jobId":{job_id},"attempt":{attempt},'
+            f'"durationMs":{duration_ms},"workerId":"{self._worker}"'
+        )
+        if not (straight and straight(job_log, logging.INFO, f"{task} completed", facts)):
+            self._line(logging.INFO, "completed", f"{task} completed", task, job_id, attempt, duration_ms)
+
+    def ended(
+        self, status: str, attempt_status: str, why: Failure | None, task: str, job_id: int, attempt: int,
+        duration_ms: int, delay: float | None,
+    ) -> None:  # fmt: skip
+        """An attempt did not complete; `status` is what became of its job, `delay` the seconds until the next one."""
+        again = f"; again in {delay:.1f} s" if status == "queued" and delay is not None else ""
+        level = logging.ERROR if status == "failed" else logging.WARNING
+        event = "retried" if status == "queued" else status
+        error = f"{why.type}: {why.message}" if why else None
+        self._line(
+            level, event, f"{task} {attempt_status}{again}", task, job_id, attempt, duration_ms, status=status,
+            error=error,
+        )  # fmt: skip
+
+    def lease_lost(self, task: str, job_id: int, attempt: int, duration_ms: int) -> None:
+        """Another worker has the job, and nothing of this attempt is written."""
+        said = f"{task}: the lease of job {job_id} was lost, and what this attempt did was not committed"
+        self._line(logging.ERROR, "lease_lost", said, task, job_id, attempt, duration_ms)
+
+    def _line(
+        self, level: int, event: str, said: str, task: str, job_id: int, attempt: int, duration_ms: int, **more: Any
+    ) -> None:
+        facts = {"task": task, "jobId": job_id, "attempt": attempt, "durationMs": duration_ms, "workerId": self._worker}
+        job_log.log(level, "%s", said, extra={"event": f"job.{event}", **facts, **more})
 
 
 def explained(outcome: Outcome) -> str | None:

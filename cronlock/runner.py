@@ -17,6 +17,7 @@ from cronlock.background import Background
 from cronlock.closing import Closer
 from cronlock.context import Run
 from cronlock.database import Database
+from cronlock.enqueue import Producer
 from cronlock.errors import Unavailable
 from cronlock.execution import Execution, Returned, Stop, do
 from cronlock.gate import Call, Gate
@@ -48,12 +49,14 @@ class Runner:
         instance: runs.Instance,
         scrub: Callable[[str], str],
         metrics: Metrics,
+        producer: Producer,
     ) -> None:
         self.metrics = metrics
         self.recorder = recorder
         self.statements = statements
         self.instance_id = str(instance.id)
         self._scrub = scrub
+        self._producer = producer
         self._guard_ping = database.settings.guard_ping.total_seconds()
         self._background = Background()
         self._report = Report(self.instance_id, metrics)
@@ -108,7 +111,7 @@ class Runner:
 
     async def _do(self, execution: Execution) -> Outcome:
         task, seat, lending = execution.task, execution.seat, execution.lending
-        run = execution.run = Run(execution, self._scrub, lambda said: self._say(execution, said))
+        run = execution.run = Run(execution, self._scrub, lambda said: self._say(execution, said), self._producer)
         watching = self._guard(execution) if task.is_guarded else None
         loop = asyncio.get_running_loop()
         seat.connection.lending = lending

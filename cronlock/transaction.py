@@ -70,7 +70,7 @@ class Transaction:
             return Committed(Returned(error=ended()), False)
         attempt.lending.is_over = True
         result = dump_result(returned.value)
-        complete = self._statements.complete(attempt.run_id, attempt.token, self.opened_us, result)
+        complete = self._statements.complete(attempt.run_id, attempt.token, self.opened_us, result, attempt.log())
         message = locks.job_closing(complete)
         timeout = attempt.task.timeout
         limit = CLOSE_MARGIN if timeout is None else timeout.total_seconds() + CLOSE_MARGIN

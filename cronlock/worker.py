@@ -19,29 +19,35 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 
-from cronlock import jobs, wire
+from cronlock import wire
 from cronlock.attempt import Attempt, End, Lease, after_failure, end_of
 from cronlock.background import Background
 from cronlock.context import Run
 from cronlock.database import Database
-from cronlock.errors import PayloadInvalid, Unavailable
+from cronlock.enqueue import Producer
+from cronlock.errors import Unavailable
 from cronlock.execution import Returned, Stop, do
 from cronlock.link import Link
 from cronlock.outcome import Failure, failure
-from cronlock.recording import HEAD
+from cronlock.recording import HEAD, UNRECORDABLE
+from cronlock.reporting import JobReport
 from cronlock.runs import Instance
-from cronlock.tasks import Task
 from cronlock.transaction import Transaction
 
 BATCH = 1000
 """How many ends one message has at most."""
+CHUNK = 50
+"""How many places at least one claim fills, if so many are free."""
+BURST = 10
+"""So many jobs found at once are a stream of them, for which nobody has to be told of each."""
 POLL = 1.0
 """Seconds after which an idle worker looks, with jitter, although nobody told it to."""
 RESCAN = 1.0
@@ -51,6 +57,8 @@ STATEMENT_GRACE = 0.4
 STOP_WAIT = 3.0
 SHUTDOWN = Stop("shutdown", "the worker was shutting down", "ShuttingDown")
 PAUSE = (0.1, 5.0)
+REFUSED = ("0A", "22", "23", "54")
+"""SQLSTATE classes of a message that is refused for what one of its rows says."""
 
 log = logging.getLogger("cronlock.worker")
 
@@ -72,8 +80,7 @@ class Worker:
     def __init__(
         self,
         database: Database,
-        statements: jobs.Statements,
-        tasks: Sequence[Task],
+        producer: Producer,
         instance: Instance,
         scrub: Callable[[str], str],
         *,
@@ -87,17 +94,20 @@ class Worker:
         self.ended = 0
         """How many attempts have ended here, and are written down."""
         self._database = database
-        self._statements = statements
-        self._tasks = {task.name: task for task in tasks}
+        self._producer = producer
+        self._statements = producer.statements
+        self._tasks = {task.name: task for task in producer.tasks}
         self._names = list(self._tasks)
         self._scrub = scrub
+        self._report = JobReport(self.id)
         self._lease = database.settings.lease
-        self._link = Link(database, statements)
+        self._link = Link(database, producer.statements.prepare())
         self._background = Background()
         self._context = contextvars.Context()
         self._done: list[Attempt] = []
         self._ends: list[tuple[Attempt, End]] = []
         self._given_back: list[Attempt] = []
+        self._ends_at_once = BATCH
         self._places: dict[str, tuple[int, int]] = {}
         """Of a queue: the priority and the id that were claimed last."""
         self._at = 0
@@ -112,6 +122,10 @@ class Worker:
     async def close(self) -> None:
         """Close the connection, after the last end is written."""
         await self._link.close()
+
+    def paused(self, names: AbstractSet[str]) -> None:
+        """Claim no job of these tasks, and those of all others."""
+        self._names = [name for name in self._tasks if name not in names]
 
     def wake(self) -> None:
         """There may be something to claim or to write down."""
@@ -149,7 +163,7 @@ class Worker:
     async def _turn(self) -> bool:
         """Write down what has ended and claim what there is room for; whether to go on at once."""
         done, self._done = self._done[:BATCH], self._done[BATCH:]
-        ends, self._ends = self._ends[:BATCH], self._ends[BATCH:]
+        ends, self._ends = self._ends[: self._ends_at_once], self._ends[self._ends_at_once :]
         back, self._given_back = self._given_back, []
         claim = None if self._doubted else self._claim()
         texts: list[bytes] = []
@@ -170,12 +184,16 @@ class Worker:
         sent, is_idle = time.monotonic(), self._is_idle
         try:
             results = await self._link.send(HEAD + b"; ".join((*texts, b"COMMIT")), SEND_WITHIN)
-        except BaseException:
+        except BaseException as error:
             # Whether it was committed is not known. Sent again, what was matches no row any more.
+            if ends and isinstance(error, psycopg.Error) and (error.sqlstate or "")[:2] in REFUSED:
+                ends = self._alone(ends, error)
             self._done, self._ends, self._given_back = done + self._done, ends + self._ends, back + self._given_back
             if claim is not None:
                 self._doubted.append(claim.token)
             raise
+        if not self._ends:
+            self._ends_at_once = BATCH
         replies = results[2:]
         if done:
             self._left(done, wire.rows(replies.pop(0)))
@@ -192,6 +210,16 @@ class Worker:
             return self._has_ends
         return self._start_all(claim, wire.rows(replies.pop(0)), sent) or self._has_ends
 
+    def _alone(self, ends: list[tuple[Attempt, End]], error: psycopg.Error) -> list[tuple[Attempt, End]]:
+        """One of these ends cannot be written as it is: each is sent by itself, and that one without its texts."""
+        self._ends_at_once = 1
+        if len(ends) > 1:
+            return ends
+        ((attempt, end),) = ends
+        log.error("the end of job %s was refused", attempt.run_id, extra={"sqlstate": error.sqlstate})
+        attempt.lines = None
+        return [(attempt, replace(end, result=None, failure=end.failure and Failure(UNRECORDABLE, "")))]
+
     def _execute(self, name: str, *values: Any) -> bytes:
         return self._statements.execute(name, *values)
 
@@ -200,6 +228,8 @@ class Worker:
         free = 0 if self.is_draining else self.concurrency - len(self.running)
         if free <= 0:
             return None
+        # Half of the places at once, if there are many: while some jobs run, others are claimed.
+        free = min(free, max(CHUNK, self.concurrency // 2))
         now = time.monotonic()
         if now >= self._rescan_at:
             self._rescan_at = now + RESCAN
@@ -219,9 +249,10 @@ class Worker:
             self._start(row, claim.token, lease)
         if rows:
             self._places[claim.queue] = (rows[-1][7], rows[-1][0])
-        if len(rows) == claim.asked:
+        if len(rows) >= min(claim.asked, BURST):
             self._is_idle = False
-            return False
+        if len(rows) == claim.asked:
+            return len(self.running) < self.concurrency
         self._places.pop(claim.queue, None)
         if not claim.is_from_front:
             return True
@@ -229,6 +260,8 @@ class Worker:
         if self._at < len(self.queues):
             return True
         self._at = 0
+        if len(rows) >= BURST:
+            return True
         was_said, self._is_idle = self._is_said_idle, True
         return not was_said  # once more, after others can see that it is idle
 
@@ -236,10 +269,11 @@ class Worker:
         job_id, name, payload, number, most, trigger, occurrence, priority = row
         task = self._tasks[name]
         attempt = Attempt(job_id, token, task, None, number, most, trigger, occurrence, priority, self.id, lease)
+        attempt.is_unicode = self._database.is_unicode
         self.running[job_id] = attempt
         try:
             attempt.payload = task.validate(json.loads(payload))
-        except PayloadInvalid as error:
+        except Exception as error:  # of the task's model, too: it would fail again, and must not end the worker
             self._end(attempt, End("failed", attempt_status="failed", failure=failure(error, self._scrub)))
             return
         if task.is_guarded:
@@ -264,7 +298,7 @@ class Worker:
             self._do(attempt)
 
     def _do(self, attempt: Attempt) -> None:
-        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt))
+        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._producer)
         attempt.code = do(attempt, run, self._context.copy())
         attempt.code.add_done_callback(partial(self._code_returned, attempt))
 
@@ -288,7 +322,7 @@ class Worker:
 
     def _end(self, attempt: Attempt, end: End) -> None:
         self._drop(attempt)
-        if end.status == "completed" and end.result is None:
+        if end.status == "completed" and end.result is None and attempt.lines is None:
             self._done.append(attempt)
         else:
             self._ends.append((attempt, end))
@@ -339,35 +373,25 @@ class Worker:
 
     def _completed(self, attempt: Attempt) -> None:
         self.ended += 1
-        if log.isEnabledFor(logging.INFO):
-            log.info("%s completed", attempt.task.name, extra={"event": "job.completed", **self._facts(attempt)})
+        self._report.completed(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def _failed(self, attempt: Attempt, end: End, status: str) -> None:
         self.ended += 1
-        why = end.failure
-        level = logging.ERROR if status == "failed" else logging.WARNING
-        again = f"; again in {end.delay:.1f} s" if status == "queued" and end.delay is not None else ""
-        facts = {**self._facts(attempt), "status": status, "error": f"{why.type}: {why.message}" if why else None}
-        word = {"queued": "retried"}.get(status, status)
-        log.log(level, "%s %s%s", attempt.task.name, end.attempt_status, again, extra={"event": f"job.{word}", **facts})
+        self._report.ended(
+            status,
+            end.attempt_status or status,
+            end.failure,
+            attempt.task.name,
+            attempt.run_id,
+            attempt.attempt,
+            attempt.elapsed_ms(),
+            end.delay,
+        )
 
     def _missed(self, attempt: Attempt) -> None:
         """The lease was lost before the end could be written, or the end was written by a message without answer."""
         self.ended += 1
-        log.error(
-            "%s: the lease of job %s was lost; its end is not written",
-            attempt.task.name, attempt.run_id,
-            extra={"event": "job.lease_lost", **self._facts(attempt)},
-        )  # fmt: skip
-
-    def _facts(self, attempt: Attempt) -> dict[str, Any]:
-        return {
-            "task": attempt.task.name,
-            "jobId": attempt.run_id,
-            "attempt": attempt.attempt,
-            "durationMs": attempt.elapsed_ms(),
-            "workerId": self.id,
-        }
+        self._report.lease_lost(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def stop(self, attempt: Attempt, stop: Stop) -> None:
         """Stop an attempt whose code has not returned; the first reason counts, but for a lost lease."""

@@ -17,7 +17,6 @@ from psycopg import sql
 from cronlock.database import Database
 from cronlock.duties import Duties
 from cronlock.errors import ConfigError
-from cronlock.jobs import Statements
 from cronlock.leases import Leases
 from cronlock.presence import Presence
 from cronlock.worker import Worker
@@ -52,11 +51,10 @@ class Crew:
         process = await cron.open()
         await process.readiness.require()
         database = process.database
-        statements = Statements(cron.settings.schema_name)
+        statements = process.producer.statements
         self.worker = Worker(
             database,
-            statements,
-            list(cron.tasks),
+            process.producer,
             process.instance,
             cron.settings.scrub,
             queues=self._queues,
@@ -74,7 +72,7 @@ class Crew:
         self._working = spawn(self.worker.work())
 
     async def work(self) -> None:
-        """Until drained; then close everything, the leases last."""
+        """Until drained; then end everything around the worker, the leases last."""
         try:
             await self._working
         finally:
@@ -84,7 +82,6 @@ class Crew:
             await ended(self._leasing)
             await self._leases.leave()
             await self.worker.close()
-            await self._cron.close(0)
 
     def drain(self, seconds: float | None = None) -> None:
         """Begin to end; once more: at once."""
@@ -140,12 +137,11 @@ async def live(cron: "Cronlock", queues: Sequence[str], concurrency: int, starte
         loop.add_signal_handler(number, end, number.name)
     try:
         await crew.start()
-    except BaseException:
+        has_started = True
+        started()
+        await crew.work()
+    finally:
         await cron.close(0)
-        raise
-    has_started = True
-    started()
-    await crew.work()
 
 
 def require_queues(text: str) -> list[str]:
