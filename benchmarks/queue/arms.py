@@ -11,25 +11,23 @@ import psycopg
 from benchmarks import machine
 from benchmarks.arms import Reading, Wrong
 from benchmarks.queue.systems import System
-from benchmarks.queue.workers import Place, Work, Worker
+from benchmarks.queue.workers import Place, Work, Worker, work
 from benchmarks.rig import Rig
 
 CALLERS = 16
 STAMPS = 200
 """Jobs of one reading of a latency at most."""
-MOST = 300_000
-"""Jobs of one reading at most."""
 Found = dict[str, Reading]
 
 
-def worked(work: Work) -> Reading:
+def worked(one: Work) -> Reading:
     """A worker's throughput, and the CPU time of each job."""
-    return Reading(work.rate, "/s", None, work.worker_us, work.postgres_us)
+    return Reading(one.rate, "/s", None, one.worker_us, one.postgres_us)
 
 
-def wanted(rate: float, seconds: float) -> int:
-    """How many jobs a reading of so many seconds has."""
-    return min(max(round(rate * seconds), 200), MOST)
+def middle(found: list[Work]) -> Work:
+    """The median by throughput."""
+    return sorted(found, key=lambda one: one.rate)[len(found) // 2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +43,7 @@ class Process:
         """A worker is started for it; raises `Wrong`."""
         place = places[self.place]
         place.clear()
-        with Worker(place, self.system) as worker:
-            rate = worker.prepare()
-            return {"": worked(worker.measure(wanted(rate, seconds), self.queued))}
+        return {"": worked(work(place, self.system, seconds, self.queued))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +58,19 @@ class Held:
         """Three readings before it, then one after another while it is open; raises `Wrong`."""
         place = places[self.place]
         place.clear()
-        with Worker(place, self.system) as worker, psycopg.connect(place.url) as other:
-            jobs = wanted(worker.prepare(), seconds)
-            before = [worker.measure(jobs) for _ in range(3)]
+        before = [work(place, self.system, seconds) for _ in range(4)][1:]
+        with psycopg.connect(place.url) as other:
             other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             other.execute("SELECT txid_current()")
             since = time.monotonic()
             found: list[tuple[float, Work]] = []
             while not found or found[-1][0] < self.seconds:
-                work = worker.measure(jobs)
-                found.append((time.monotonic() - since, work))
-        last = [work for at, work in found if at > self.seconds * 2 / 3]
-        series = {
-            f", {at:.0f} s after its beginning": worked(work) for at, work in found[:: max(1, math.ceil(len(found) / 6))]
-        }
-        middle = sorted(last, key=lambda work: work.rate)[len(last) // 2]
-        before_it = sorted(before, key=lambda work: work.rate)[1]
-        return {", before it": worked(before_it), **series, "": worked(middle)}
+                one = work(place, self.system, seconds)
+                found.append((time.monotonic() - since, one))
+        last = [one for at, one in found if at > self.seconds * 2 / 3]
+        shown = found[:: max(1, math.ceil(len(found) / 6))]
+        series = {f", {at:.0f} s after its beginning": worked(one) for at, one in shown}
+        return {", before it": worked(middle(before)), **series, "": worked(middle(last))}
 
 
 @dataclass(frozen=True, slots=True)

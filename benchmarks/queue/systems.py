@@ -26,8 +26,8 @@ class System:
     kind: str = "python"
     task: str = "noop"
     stamp: str = "stamp"
-    warm: int = 3000
-    """Jobs before a measurement: no worker is measured cold."""
+    guess: int = 5000
+    """Jobs a second, before it is known."""
     environment: dict[str, str] = field(default_factory=dict)
     installer: Callable[[float], str | None] | None = install.python
 
@@ -77,7 +77,7 @@ PROCRASTINATE = System(
     left="SELECT count(*) FROM procrastinate_jobs WHERE status IN ('todo', 'doing')",
     completed="SELECT count(*) FROM procrastinate_jobs WHERE status = 'succeeded'",
     cleared="TRUNCATE procrastinate_jobs, procrastinate_events, procrastinate_periodic_defers",
-    warm=200,
+    guess=250,
 )
 
 

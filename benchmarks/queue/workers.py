@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -23,9 +22,10 @@ from benchmarks.server import ROOT, end, environment
 
 COMMAND_WITHIN = 180.0
 WORK_WITHIN = 180.0
-POLL = (0.02, 0.5)
-REST = 0.3
-"""Seconds after which a worker that has nothing to do has told everybody so."""
+POLL = (0.02, 0.25)
+TRIES = 3
+LEAST, MOST = 200, 300_000
+"""How many jobs are counted in one reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,16 @@ class Work:
     jobs: int
     worker_us: float
     postgres_us: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """How many jobs were left at a time, and the CPU seconds that the worker and PostgreSQL had used by then."""
+
+    at: float
+    left: int
+    worker: float
+    postgres: float
 
 
 @contextmanager
@@ -63,6 +73,8 @@ class Place:
         self.log = rig.directory / f"worker-{name}.log"
         self.connection = psycopg.connect(url, autocommit=True, options="-c lock_timeout=30s")
         self._cleared = cleared or system.cleared
+        self.rates: dict[str, float] = {}
+        """Of each system: jobs a second in its last reading."""
 
     def environment(self, system: System, **more: str) -> dict[str, str]:
         """What a process is told."""
@@ -143,14 +155,13 @@ def as_url(conninfo: str) -> str:
 
 
 class Worker:
-    """A worker process; it can be stopped and let go on, so that jobs can be put before it."""
+    """A worker process."""
 
     def __init__(self, place: Place, system: System, **more: str) -> None:
         self.place = place
         self.system = system
         self._more = more
         self._process: subprocess.Popen[bytes]
-        self._is_frozen = False
 
     def __enter__(self) -> Self:
         with pinned(self.place.core), self.place.log.open("wb") as log:
@@ -167,7 +178,6 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.thaw()
         end(self._process)
 
     @property
@@ -175,69 +185,66 @@ class Worker:
         """Its process id."""
         return self._process.pid
 
-    def freeze(self) -> None:
-        """Let it do nothing."""
-        self._process.send_signal(signal.SIGSTOP)
-        self._is_frozen = True
-
-    def thaw(self) -> None:
-        """Let it go on."""
-        if self._is_frozen:
-            self._process.send_signal(signal.SIGCONT)
-            self._is_frozen = False
-
-    def fill(self, jobs: int) -> None:
-        """Enqueue so many."""
-        self.place.tell("many", "0", str(jobs), core=self.place.core, system=self.system)
-
-    def drain(self, jobs: int, until: int = 0) -> float:
-        """Wait until no more than `until` jobs are left of `jobs`; jobs a second from the first end on.
+    def wait(self, until: int) -> Moment:
+        """Until no more than `until` jobs are left; looks seldom at first, and more often towards the end.
 
         Raises `Wrong` if the worker ends, or does not come to an end.
         """
         began = time.monotonic()
-        first: tuple[float, int] | None = None
+        first: Moment | None = None
         while True:
             left = self.place.count(self.system.left)
-            now = time.monotonic()
-            if left <= until and first is not None:
-                return (first[1] - left) / (now - first[0])
+            moment = Moment(time.monotonic(), left, *self._cpu_seconds())
             if left <= until:
-                return (jobs - left) / (now - began)
-            if first is None and left < jobs:
-                first = now, left
-            if self._process.poll() is not None or now - began > WORK_WITHIN:
+                return moment
+            if self._process.poll() is not None or moment.at - began > WORK_WITHIN:
                 said = self.place.log.read_text(errors="replace")[-3000:]
-                raise Wrong(f"{self.system.name}: {left} of {jobs} jobs are left after {now - began:.0f} s:\n{said}")
-            wait = POLL[0]
-            if first is not None and left < first[1]:
-                wait = 0.3 * (left - until) * (now - first[0]) / (first[1] - left)
+                raise Wrong(f"{self.system.name}: {left} jobs are left after {moment.at - began:.0f} s:\n{said}")
+            wait = POLL[1]
+            if first is not None and left < first.left:
+                wait = 0.4 * (left - until) * (moment.at - first.at) / (first.left - left)
+            first = first or moment
             time.sleep(min(max(wait, POLL[0]), POLL[1]))
-
-    def prepare(self, jobs: int | None = None) -> float:
-        """Jobs that are not counted, so that nothing is cold; about how many a second there were."""
-        jobs = jobs or self.system.warm
-        self.fill(jobs)
-        rate = self.drain(jobs)
-        time.sleep(REST)
-        return rate
-
-    def measure(self, jobs: int, queued: int = 0) -> Work:
-        """Work on so many jobs, all of which are there at the beginning, with others behind them up to `queued`."""
-        queued = max(jobs, queued)
-        self.freeze()
-        before = self.place.count(self.system.completed) if self.system.completed else 0
-        self.fill(queued)
-        self.place.settle()
-        spent = self._cpu_seconds()
-        self.thaw()
-        rate = self.drain(queued, until=queued - jobs)
-        worker, postgres = (after - was for after, was in zip(self._cpu_seconds(), spent, strict=True))
-        if self.system.completed:
-            completed = self.place.count(self.system.completed) - before
-            if completed < jobs or (completed > jobs and queued == jobs):
-                raise Wrong(f"{self.system.name}: {jobs} jobs, but {completed} have completed")
-        return Work(rate, jobs, worker / jobs * 1e6, postgres / jobs * 1e6 if postgres else None)
 
     def _cpu_seconds(self) -> tuple[float, float]:
         return machine.cpu_seconds(self.pid), self.place.rig.postgres_cpu_seconds() or 0.0
+
+
+def work(place: Place, system: System, seconds: float, queued: int = 0) -> Work:
+    """One worker, started for this, works for about `seconds` on jobs that are all there before it.
+
+    The first ones are not counted, so that nothing is cold. `queued`: so many jobs are there at least; those behind
+    the ones that are counted are not waited for. Raises `Wrong`.
+    """
+    for _ in range(TRIES):
+        rate = place.rates.get(system.name, system.guess)
+        found, is_seen = _work(place, system, rate * seconds, queued)
+        if is_seen or seconds < 1:
+            place.rates[system.name] = found.rate
+            return found
+        place.clear()
+        place.rates[system.name] = 2 * rate
+    raise Wrong(f"{system.name}: all jobs were over before there was a second look, {TRIES} times")
+
+
+def _work(place: Place, system: System, wanted: float, queued: int) -> tuple[Work, bool]:
+    """One reading; whether there was more than one look at what was left."""
+    jobs = min(max(round(wanted), LEAST), MOST)
+    first = max(jobs // 4, LEAST)
+    total = max(first + jobs, queued)
+    before = place.count(system.completed) if system.completed else 0
+    place.tell("many", "0", str(total), core=place.core, system=system)
+    place.settle()
+    with Worker(place, system) as worker:
+        began = time.monotonic()
+        start = worker.wait(total - first)
+        stop = worker.wait(total - first - jobs)
+    is_seen = stop.left < start.left
+    if is_seen:
+        done, elapsed = start.left - stop.left, stop.at - start.at
+    else:
+        done, elapsed = total, stop.at - began
+    if system.completed and (completed := place.count(system.completed) - before) < total - stop.left:
+        raise Wrong(f"{system.name}: {total - stop.left} jobs are gone, but only {completed} have completed")
+    postgres_us = (stop.postgres - start.postgres) / done * 1e6 if place.rig.embedded else None
+    return Work(done / elapsed, done, (stop.worker - start.worker) / done * 1e6, postgres_us), is_seen
