@@ -212,6 +212,7 @@ class Stint:
         if self.done.done():
             return
         ends, running, taken = self._tally.ends, len(self.worker.running), self._most - (self.worker.left or 0)
+        given_back = max(0, taken - ends.total() - running)
         done = Done(
             taken=taken,
             completed=ends["completed"],
@@ -219,9 +220,9 @@ class Stint:
             cancelled=ends["cancelled"],
             retried=ends["queued"],
             lost=ends["lost"],
-            given_back=max(0, taken - ends.total() - running),
+            given_back=given_back,
             still_running=running,
-            is_empty=self.worker.is_idle and not running,
+            is_empty=self.worker.is_idle and not running and not given_back,
             duration_ms=round((time.monotonic() - self._begun) * 1000),
         )
         self.done.set_result(done)
