@@ -4,8 +4,8 @@ The layers, each of which imports only from those below it:
 
     cli
     development | fixtures
-    serving | working
-    loading | logs
+    serving
+    loading | logs | working
     app
     web
     recovery
@@ -17,15 +17,15 @@ The layers, each of which imports only from those below it:
     attempt | closing | skips | stopping
     execution
     context | gate | guard
-    enqueue
-    background | inspecting | link | presence | recording | reporting | steering
+    delivery | enqueue | versions
+    background | inspecting | link | presence | recording | reporting | sending | steering | subscribing
     explain | metrics | stats
-    jobs | runs
+    invalidation | jobs | runs
     locks
     template
     database | migrate | models
     seats
-    lending | outcome
+    lending | outcome | targets
     tasks
     keys
     config | embedded | retry | revision | schedule
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         UnknownTask,
     )
     from cronlock.outcome import Failure, Holder, Outcome
+    from cronlock.targets import Invalidation, Notify, VersionTable, Webhook
 
 __version__ = "0.1.0"
 
@@ -69,8 +70,10 @@ __all__ = [
     "CronlockError",
     "Failure",
     "Holder",
+    "Invalidation",
     "LockLost",
     "NotInTransaction",
+    "Notify",
     "Outcome",
     "PayloadError",
     "PayloadInvalid",
@@ -82,9 +85,16 @@ __all__ = [
     "TransactionRefused",
     "Unavailable",
     "UnknownTask",
+    "VersionTable",
+    "Webhook",
 ]
 
-MODULES = {"Cronlock": "app", "Run": "context", "Failure": "outcome", "Holder": "outcome", "Outcome": "outcome"}
+MODULES = {
+    "Cronlock": "app",
+    "Run": "context",
+    **dict.fromkeys(("Failure", "Holder", "Outcome"), "outcome"),
+    **dict.fromkeys(("Invalidation", "Notify", "VersionTable", "Webhook"), "targets"),
+}
 """Where the public names are; those that are not here are in `errors`."""
 
 

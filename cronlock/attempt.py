@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cronlock import retry
 from cronlock.context import Run
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class Attempt:
     """What a worker knows of a job whose lease it has; to its `Run` it is what an `Execution` is to a run's."""
 
+    is_job: ClassVar[bool] = True
+
     run_id: int
     """The job's id."""
     token: str
@@ -44,6 +46,8 @@ class Attempt:
     stop: Stop | None = None
     lines: Lines | None = None
     has_logged: bool = False
+    is_unicode: bool = True
+    """Whether the database holds every text."""
     progress: dict[str, Any] | None = None
     """What the run said last of how far it is, until it is written."""
     key: str | None = None
@@ -69,6 +73,18 @@ class Attempt:
     def application_name(self) -> str:
         """By which its transaction is known in pg_stat_activity."""
         return f"cronlock:job {self.run_id}"
+
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        """What it said is stale and no transaction of its own has written, as `Outbox.of_jobs` takes it."""
+        return [] if self.lending.said is None else self.lending.said.rows(self.token)
+
+    def log(self) -> str | None:
+        """What the task has logged, as the database can hold it."""
+        text = None if self.lines is None else self.lines.text()
+        if text is None or self.is_unicode:
+            return text
+        return text.encode("ascii", "backslashreplace").decode()
 
     def has_returned(self, returned: Returned) -> bool:
         """Whether its code ran to its end and nothing was wrong."""
@@ -113,6 +129,7 @@ class End:
             "delay": self.delay,
             "result": self.result,
             "attempt_status": self.attempt_status,
+            "log": attempt.log(),
         }
         if why is not None:
             row |= {

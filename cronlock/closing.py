@@ -87,7 +87,11 @@ class Closer:
 
     async def _commit(self, execution: Execution, result: str | None, is_touched: bool) -> Outcome:
         """Send the closing message. It is never cancelled, and after any error the row has the last word."""
-        message = self._closing.message(execution.run_id, execution.opened_us, result, is_touched, execution.log())
+        said = execution.lending.said
+        also = b"" if said is None else said.take()
+        message = self._closing.message(
+            execution.run_id, execution.opened_us, result, is_touched, execution.log(), also
+        )
         seat = execution.seat
         rows_at = locks.LEFT_AT[True] if is_touched else None
         timeout = execution.task.timeout
@@ -105,6 +109,8 @@ class Closer:
             return await self.fail(
                 execution, "failed", Failure("TransactionEnded", "the commit was answered by a rollback")
             )
+        if said is not None:
+            said.committed()
         await self._give_back(seat, reply)
         return execution.outcome("completed", result=result)
 
@@ -149,6 +155,8 @@ class Closer:
                 pass
             if status not in (None, "running"):
                 if status == "completed":
+                    if execution.lending.said is not None:
+                        execution.lending.said.committed()
                     return execution.outcome("completed", result=result)
                 why = failure(lost(execution.task.is_guarded), self._scrub)
                 # The row is to say what is answered, whoever wrote `lost` first.

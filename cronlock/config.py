@@ -277,6 +277,13 @@ class Settings(BaseSettings):
         about="what only reads there, for Prometheus and dashboards",
         validation_alias="admin_read_secret",
     )
+    webhook_secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)] = setting(
+        (),
+        "CRONLOCK_WEBHOOK_SECRET",
+        example="$(cronlock secret)",
+        about="what webhooks of invalidations are signed with; commas between",
+        validation_alias="webhook_secret",
+    )
     schema_name: Annotated[str, BeforeValidator(_schema)] = setting(
         "cronlock", "CRONLOCK_SCHEMA", example="cronlock", about="the schema that everything is in"
     )
@@ -378,6 +385,12 @@ class Settings(BaseSettings):
     retention_failed: Retention = setting(
         timedelta(days=90), "CRONLOCK_RETENTION_FAILED", example="90d", about="how long failed runs are kept"
     )
+    retention_invalidated: Retention = setting(
+        timedelta(days=7),
+        "CRONLOCK_RETENTION_INVALIDATED",
+        example="7d",
+        about="how long invalidations are kept, delivered or not",
+    )
     log_format: Literal["json", "text"] = setting(
         "json", "CRONLOCK_LOG_FORMAT", example="text", about="how log lines are written"
     )
@@ -469,6 +482,15 @@ class Settings(BaseSettings):
         self.require_secrets()
         return _texts(self.admin_secrets), _texts(self.admin_read_secrets)
 
+    def require_webhook_secrets(self) -> tuple[str, ...]:
+        """The secrets that webhooks are signed with; raises `ConfigError` if there is none, or if one will not do."""
+        problems = [*_secret_problems("webhook_secret", self.webhook_secrets)]
+        if not self.webhook_secrets:
+            problems.append(_problem("webhook_secret", "missing", "is not set, and a target is a webhook without one"))
+        if problems:
+            raise ConfigError(_report(problems))
+        return _texts(self.webhook_secrets)
+
     def retentions(self) -> dict[str, float]:
         """How many seconds rows are kept, by status: `failed` stands for all others; and the `shortest` of them."""
         kept = {
@@ -490,7 +512,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def _scrubber(self) -> Scrubber:
-        secrets = list(_texts((*self.secrets, *self.admin_secrets, *self.admin_read_secrets)))
+        secrets = list(_texts((*self.secrets, *self.admin_secrets, *self.admin_read_secrets, *self.webhook_secrets)))
         urls = [url for url in (self.database, self.direct_url) if url is not None]
         passwords = [password for url in urls for password in conninfo.passwords(url)]
         return Scrubber(value for value in secrets + passwords if value.lower() not in NOT_SECRETS)

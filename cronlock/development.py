@@ -37,6 +37,7 @@ from cronlock.errors import CronlockError
 from cronlock.loading import load
 from cronlock.migrate import migrate
 from cronlock.tasks import Task
+from cronlock.working import Crew
 
 HOST = "127.0.0.1"
 PORTS = range(8000, 8100)
@@ -153,7 +154,8 @@ class Start:
             settings.require_secrets()
             migrate(settings.direct_url or settings.database_url, settings.schema_name, wait=MIGRATION_WAIT)
             ended = serving.end_process if is_child else lambda: None
-            serving.run(cron, sockets[0], lambda: self.started(cron, serving.url(sockets[0])), ended)
+            crew = Crew(cron, sorted({task.queue for task in cron.tasks}), settings.worker_concurrency)
+            serving.run(cron, sockets[0], lambda: self.started(cron, serving.url(sockets[0])), ended, crew=crew)
         except CronlockError as error:
             if not is_child:
                 raise

@@ -33,7 +33,7 @@ class Duties:
         self._statements = statements
         self._worker = worker
         self._grace = database.settings.presence_grace
-        self._link = Link(database, statements)
+        self._link = Link(database, statements.prepare())
         self._sweep_every = max(LOOK_EVERY, database.settings.lease.total_seconds() / 2)
         self._sweep_at = 0.0
         """When leases that ran out are looked for although no worker is missing: it may have dropped a job."""
@@ -71,16 +71,18 @@ class Duties:
         return rest
 
     async def _look(self) -> None:
-        """Whose lease ran out, and whose presence was seen to be gone twice?"""
+        """Whose lease ran out, whose presence was seen to be gone twice, and which tasks are paused?"""
         worker = self._worker
         missing = self._statements.execute("missing", worker.id, self._grace)
         suspects = self._statements.execute("suspects", worker.queues, worker.names)
         sent = time.monotonic()
-        results = await self._link.send(b"; ".join((HEAD + missing, suspects, b"COMMIT")), SEND_WITHIN)
+        paused = self._statements.execute("paused")
+        results = await self._link.send(b"; ".join((HEAD + missing, suspects, paused, b"COMMIT")), SEND_WITHIN)
         rows, seen = wire.rows(results[2]), time.monotonic()
         if wire.rows(results[3])[0][0]:
             worker.has_suspects = True
             worker.wake()
+        worker.paused({row[0] for row in wire.rows(results[4])})
         self._missed = {one: self._missed.get(one, seen) for one, _, is_absent in rows if is_absent}
         gone = [one for one, since in self._missed.items() if sent - since >= self._grace.total_seconds()]
         late = [one for one, is_late, _ in rows if is_late]

@@ -25,18 +25,16 @@ from sqlalchemy.orm import Session
 
 from cronlock import jobs, jsontext, wire
 from cronlock.config import parse_duration
-from cronlock.database import Database, unavailable, within
-from cronlock.errors import IdempotencyKeyInUse, IdempotencyKeyReused, PayloadError, Unavailable
+from cronlock.database import Database, unavailable
+from cronlock.errors import CronlockError, IdempotencyKeyInUse, IdempotencyKeyReused, PayloadError, Unavailable
 from cronlock.keys import occurrence_fault
-from cronlock.lending import cut
 from cronlock.link import Link
 from cronlock.recording import HEAD
-from cronlock.seats import Seat
 from cronlock.tasks import MOST_ATTEMPTS, MOST_PRIORITY, Registry, Task, queue_name, whole
 
 TRIES = 3
 LONGEST_DELAY = timedelta(days=3660)
-KEY_WAIT = "2s"
+KEYED_HEAD = HEAD + b"SELECT pg_catalog.set_config('lock_timeout', '2s', true); "
 """How long a second use of a key waits for the first one's transaction, where the transaction is ours."""
 GROUP = 500
 ESCAPED = re.compile(r"\\u(?:0000|d[89a-f])", re.IGNORECASE)
@@ -271,7 +269,10 @@ class Enqueuer:
     def __init__(self, database: Database, statements: jobs.Statements) -> None:
         self._database = database
         self._statements = statements
-        self._link = Link(database, statements)
+        self._link = Link(database, statements.prepare())
+        self._places = asyncio.Semaphore(database.settings.pool_size)
+        self._free: list[Link] = []
+        """Connections for enqueues with a key that nobody uses now."""
         self._waiting: list[tuple[dict[str, Any], asyncio.Future[int]]] = []
         self._writing: asyncio.Task[None] | None = None
 
@@ -326,45 +327,52 @@ class Enqueuer:
                 future.set_result(job_id)
 
     async def _alone(self, wanted: Order) -> list[Enqueued]:
-        """Each statement in a transaction of its own: there is one key, or none, or all keys share one."""
-        is_one = len(wanted.payloads) == 1 or not wanted.keys
-        seat = await self._database.acquire(True, self._seconds)
-        begin = HEAD + f"SELECT pg_catalog.set_config('lock_timeout', '{KEY_WAIT}', true); ".encode()
-        talking = talk(wanted)
+        """On a connection that nobody else has meanwhile: it may have to wait for the transaction that has its key."""
+        link = await self._free_link()
         try:
-            statement, values = next(talking)
-            message = begin + self._statements.fill(statement, values)
+            return await self._talk(link, wanted)
+        finally:
+            self._free.append(link)
+            self._places.release()
+
+    async def _free_link(self) -> Link:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._places.acquire()
+        except TimeoutError:
+            raise Unavailable("no_connection", f"no database connection within {self._seconds:g} s") from None
+        return self._free.pop() if self._free else Link(self._database, self._statements.prepare_named())
+
+    async def _talk(self, link: Link, wanted: Order) -> list[Enqueued]:
+        """Each statement in a transaction of its own; only where there are several keys, all in one."""
+        is_one = len(wanted.payloads) == 1 or not wanted.keys
+        talking = talk(wanted)
+        rows: list[Any] | None = None
+        begin, end = KEYED_HEAD, b"; COMMIT" if is_one else b""
+        try:
             while True:
-                reply = await within(
-                    self._seconds,
-                    seat.connection,
-                    seat.send(message + (b"; COMMIT" if is_one else b""), -2 if is_one else -1),
-                )
-                statement, values = talking.send(reply.rows)
-                message = (begin if is_one else b"") + self._statements.fill(statement, values)
+                statement, values = talking.send(rows)  # type: ignore[arg-type]  # None begins a generator
+                results = await link.send(begin + self._message(statement, values) + end, self._seconds)
+                rows = wire.rows(results[-2 if is_one else -1])
+                begin = KEYED_HEAD if is_one else b""
         except StopIteration as done:
             if not is_one:
-                await self._end(seat, b"COMMIT")
+                await link.send(b"COMMIT", self._seconds)
             enqueued: list[Enqueued] = done.value
             return enqueued
         except psycopg.errors.LockNotAvailable:
-            await self._end(seat, b"ROLLBACK")
             raise IdempotencyKeyInUse(wanted.keys[0]) from None
         except psycopg.Error as error:
-            cut(seat.connection)  # and with it the transaction
             raise unavailable(error) from error
-        except asyncio.CancelledError:
-            cut(seat.connection)  # it is in the middle of its message
+        except CronlockError:
+            if not is_one:
+                await link.send(b"ROLLBACK", self._seconds)
             raise
-        except BaseException:
-            await self._end(seat, b"ROLLBACK")
-            raise
-        finally:
-            await seat.give_back()
 
-    async def _end(self, seat: Seat, message: bytes) -> None:
-        """End the transaction that is open on a seat."""
-        await within(self._seconds, seat.connection, seat.send(message))
+    def _message(self, statement: str, values: Mapping[str, Any]) -> bytes:
+        if statement is jobs.KEYED and self._database.keeps_records_apart:
+            return self._statements.execute_named("keyed", values)
+        return self._statements.fill(statement, values)
 
     @property
     def _seconds(self) -> float:
@@ -374,4 +382,5 @@ class Enqueuer:
         """Let what waits be written, and close the connection."""
         if self._writing is not None:
             await asyncio.wait((self._writing,), timeout=self._seconds)
-        await self._link.close()
+        for link in (self._link, *self._free):
+            await link.close()

@@ -79,7 +79,7 @@ SELECT EXISTS (SELECT FROM {{job}} j
                 WHERE j.queue = ANY ($1) AND j.losses >= {SUSPECT} AND j.lease_token IS NULL AND j.task = ANY ($2))
 """
 
-ENDED_COLUMNS = f"{CARRIED}, run_at, started_at, worker, status, result, error_type, error_message"
+ENDED_COLUMNS = f"{CARRIED}, run_at, started_at, worker, status, result, error_type, error_message, log"
 
 # The plain end: completed, with no result.
 DONE = f"""
@@ -98,31 +98,33 @@ SELECT count(*), CASE WHEN count(*) < cardinality($1) THEN array_to_json(array_a
 END = f"""
 WITH ended AS MATERIALIZED (
     SELECT * FROM json_to_recordset($1) AS e(id bigint, token uuid, status text, delay float8, result text,
-        attempt_status text, error_type text, error_message text, error_traceback text, error_sqlstate text)),
+        attempt_status text, error_type text, error_message text, error_traceback text, error_sqlstate text, log text)),
 gone AS (
     DELETE FROM {{job}} j USING ended e
      WHERE j.id = e.id AND j.id = ANY (ARRAY(SELECT n.id FROM ended n)) AND j.lease_token = e.token
  RETURNING {of("j")}, j.run_at, j.started_at, j.worker,
            CASE WHEN e.status = 'queued' AND j.cancel_requested_at IS NOT NULL THEN 'cancelled' ELSE e.status END
                AS status,
-           e.delay, e.result, e.attempt_status, e.error_type, e.error_message, e.error_traceback, e.error_sqlstate),
+           e.delay, e.result, e.attempt_status, e.error_type, e.error_message, e.error_traceback, e.error_sqlstate,
+           e.log),
 kept AS (
     INSERT INTO {{job_history}} ({ENDED_COLUMNS})
-    SELECT {of("g")}, g.run_at, g.started_at, g.worker, g.status, g.result, g.error_type, g.error_message
+    SELECT {of("g")}, g.run_at, g.started_at, g.worker, g.status, g.result, g.error_type, g.error_message,
+           g.log
       FROM gone g WHERE g.status <> 'queued'),
 again AS (
     INSERT INTO {{job_waiting}} ({CARRIED}, run_at)
     SELECT {of("g")}, clock_timestamp() + make_interval(secs => g.delay) FROM gone g WHERE g.status = 'queued'),
 attempt AS (
     INSERT INTO {{job_attempt}} (job_id, attempt, status, started_at, worker, error_type, error_message,
-           error_traceback, error_sqlstate)
+           error_traceback, error_sqlstate, log)
     SELECT g.id, g.attempts, g.attempt_status, g.started_at, g.worker, g.error_type, g.error_message,
-           g.error_traceback, g.error_sqlstate
+           g.error_traceback, g.error_sqlstate, g.log
       FROM gone g WHERE g.attempt_status IS NOT NULL
         ON CONFLICT (job_id, attempt) DO UPDATE SET status = excluded.status, started_at = excluded.started_at,
            finished_at = excluded.finished_at, worker = excluded.worker, error_type = excluded.error_type,
            error_message = excluded.error_message, error_traceback = excluded.error_traceback,
-           error_sqlstate = excluded.error_sqlstate)
+           error_sqlstate = excluded.error_sqlstate, log = excluded.log)
 SELECT g.id, g.status FROM gone g
 """
 
@@ -145,7 +147,7 @@ WITH gone AS (
 kept AS (
     INSERT INTO {{job_history}} ({ENDED_COLUMNS})
     SELECT {of("g")}, g.run_at, g.started_at, g.worker, 'cancelled', NULL, 'CancelAsked',
-           'it was to be cancelled when its worker was shut down'
+           'it was to be cancelled when its worker was shut down', NULL
       FROM gone g)
 UPDATE {{job}} j
    SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
@@ -184,6 +186,8 @@ UPDATE {job} j SET progress_done = e.done, progress_total = e.total
   FROM json_to_recordset($1) AS e(id bigint, token uuid, done bigint, total bigint)
  WHERE j.id = e.id AND j.lease_token = e.token
 """
+
+PAUSED = "SELECT t.name FROM {task} t WHERE t.paused_at IS NOT NULL"
 
 # Claims of which no answer came: what they took is given back as if it had not been taken.
 DISOWN = """
@@ -272,7 +276,7 @@ kept AS (
            CASE g.status WHEN 'failed' THEN 'WorkerLost' ELSE 'CancelAsked' END,
            CASE g.status WHEN 'failed'
                 THEN format('its worker was lost in attempt %s of %s', g.attempts, g.max_attempts)
-                ELSE 'it was to be cancelled when its worker was lost' END
+                ELSE 'it was to be cancelled when its worker was lost' END, NULL
       FROM gone g),
 attempt AS (
     INSERT INTO {{job_attempt}} (job_id, attempt, status, started_at, worker, error_type, error_message)
@@ -409,6 +413,7 @@ PREPARED = {
     "seen": (SEEN, "json, interval"),
     "idle": (IDLE, "uuid, boolean"),
     "leave": (LEAVE, "uuid"),
+    "paused": (PAUSED, ""),
     "missing": (MISSING, "uuid, interval"),
     "recover": (RECOVER, "uuid[]"),
     "end_backend": (END_BACKEND, "integer, text"),
@@ -416,6 +421,25 @@ PREPARED = {
     "enqueue": (ENQUEUE_TOGETHER, "json"),
 }
 """The statements of workers and of the group writer, with the types of their values."""
+
+NAMED = {
+    "keyed": (
+        KEYED,
+        {
+            "task": "text",
+            "queue": "text",
+            "priority": "smallint",
+            "trigger": "text",
+            "occurrence": "text",
+            "max_attempts": "smallint",
+            "keys": "text[]",
+            "fingerprints": "text[]",
+            "payloads": "text[]",
+            "ttl": "interval",
+        },
+    ),
+}
+"""Statements that callers' connections are sent too, whose values have names, with their types."""
 
 encode = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -461,7 +485,7 @@ class Statements:
     def __init__(self, schema: str, *, is_prepared: bool = True) -> None:
         self.is_prepared = is_prepared
         self._whole: dict[str, list[str]] = {}
-        names = ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker", "job_status")
+        names = ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker", "job_status", "task")
         self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in names}
         sequence = sql.Identifier(schema, "job_id").as_string(None)
         self._names["job_id"] = sql.SQL("{}::regclass").format(sql.Literal(sequence))
@@ -476,20 +500,36 @@ class Statements:
         for name in names:
             text, types = PREPARED[name]
             made = sql.SQL(text).format(**self._names).as_bytes(None)
-            lines.append(b"PREPARE cronlock_%s (%s) AS %s" % (name.encode(), types.encode(), made))
+            kinds = f" ({types})" if types else ""
+            lines.append(b"PREPARE cronlock_%s%s AS %s" % (name.encode(), kinds.encode(), made))
         return b"; ".join((*lines, b"COMMIT"))
+
+    def prepare_named(self) -> bytes:
+        """A message after which `execute_named` works on a connection."""
+        lines = [b"BEGIN; SET LOCAL search_path = pg_catalog"]
+        for name, (statement, types) in NAMED.items():
+            places = {value: f"${place}" for place, value in enumerate(types, 1)}
+            made = "".join(places[piece] if is_value else piece for piece, is_value in self._pieces(statement))
+            lines.append(f"PREPARE cronlock_{name} ({', '.join(types.values())}) AS {made}".encode())
+        return b"; ".join((*lines, b"COMMIT"))
+
+    def execute_named(self, name: str, values: Mapping[str, Any]) -> bytes:
+        """One of these statements with its values."""
+        _, types = NAMED[name]
+        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(values[value]) for value in types))
 
     def execute(self, name: str, *values: Any) -> bytes:
         """One of the statements with its values."""
         if self.is_prepared:
-            return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(value) for value in values))
-        types = PREPARED[name][1].split(", ")
-        given = [b"CAST(%s AS %s)" % (literal(value), kind.encode()) for value, kind in zip(values, types, strict=True)]
+            given = b"(%s)" % b", ".join(literal(value) for value in values) if values else b""
+            return b"EXECUTE cronlock_%s%s" % (name.encode(), given)
+        types = PREPARED[name][1].split(", ") if values else []
+        cast = [b"CAST(%s AS %s)" % (literal(value), kind.encode()) for value, kind in zip(values, types, strict=True)]
         if (pieces := self._whole.get(name)) is None:
             cut = PARAMETER.split(PREPARED[name][0])
             pieces = self._whole[name] = [sql.SQL(piece).format(**self._names).as_string(None) for piece in cut]
         return b"".join(
-            given[int(piece) - 1] if place % 2 else piece.encode() for place, piece in enumerate(pieces)
+            cast[int(piece) - 1] if place % 2 else piece.encode() for place, piece in enumerate(pieces)
         ).strip()
 
     def fill(self, statement: str, values: Mapping[str, Any]) -> bytes:
@@ -531,10 +571,11 @@ class Statements:
         ).format(**self._names)
         return mark + of_job, check + of_job
 
-    def complete(self, job_id: int, token: str, opened_us: int, result: str | None) -> sql.Composable:
-        """What completes a job in its own transaction; `result` is JSON text in ASCII."""
-        said = sql.SQL("NULL") if result is None else sql.SQL(quoted(result).decode())
-        return sql.SQL("SELECT {}({}, {}, {}, {})").format(self._complete_job, job_id, token, opened_us, said)
+    def complete(self, job_id: int, token: str, opened_us: int, result: str | None, log: str | None) -> sql.Composable:
+        """What completes a job in its own transaction; `result` is JSON text in ASCII, `log` any text."""
+        said, lines = (sql.SQL(literal(text).decode()) for text in (result, log))
+        values = (job_id, token, opened_us, said, lines)
+        return sql.SQL("SELECT {}({}, {}, {}, {}, {})").format(self._complete_job, *values)
 
 
 @lru_cache(maxsize=8)

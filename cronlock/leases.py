@@ -47,7 +47,7 @@ class Leases:
         self._grace = database.settings.presence_grace.total_seconds()
         self._ttl = database.settings.lease
         self._interval = self._ttl.total_seconds() / 3
-        self._link = Link(database, statements)
+        self._link = Link(database, statements.prepare())
         self._renew_at = 0.0
         self._look_at = 0.0
 

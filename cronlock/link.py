@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 from psycopg.pq.abc import PGresult
 
-from cronlock import jobs, wire
+from cronlock import wire
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import Unavailable
 
@@ -15,11 +15,11 @@ CLOSE_WITHIN = 2.0
 
 
 class Link:
-    """Sends messages of the statements, one at a time."""
+    """Sends messages, one at a time; `preparing` is sent first on every new connection that is a session of our own."""
 
-    def __init__(self, database: Database, statements: jobs.Statements) -> None:
+    def __init__(self, database: Database, preparing: bytes) -> None:
         self._database = database
-        self._statements = statements
+        self._preparing = preparing
         self._connection: psycopg.AsyncConnection[Any] | None = None
         self._lock = asyncio.Lock()
 
@@ -52,8 +52,8 @@ class Link:
                 else Unavailable("database_unavailable", "the database did not answer in time")
             ) from error
         try:
-            if self._statements.is_prepared:
-                await within(seconds, connection, wire.send(connection, self._statements.prepare()))
+            if self._database.keeps_records_apart:
+                await within(seconds, connection, wire.send(connection, self._preparing))
         except BaseException:
             await connection.close()
             raise

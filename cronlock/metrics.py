@@ -15,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from cronlock.models import RUN_STATUSES, SKIP_REASONS
+from cronlock.targets import Targets
 from cronlock.tasks import Registry
 
 ENDED = tuple(status for status in RUN_STATUSES if status not in ("running", "skipped"))
@@ -57,12 +58,14 @@ class Metrics:
     what the database says.
     """
 
-    def __init__(self, tasks: Registry) -> None:
+    def __init__(self, tasks: Registry, targets: Targets | None = None) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(Counted(self))
         self.pools: Callable[[], Mapping[str, Mapping[str, int]]] = dict
         """The statistics of the connection pools, as psycopg_pool gives them."""
         self._tasks = tasks
+        self._targets = Targets() if targets is None else targets
+        self._told: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._starts: defaultdict[str, int] = defaultdict(int)
         self._ends: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._skips: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -95,6 +98,14 @@ class Metrics:
     def pruned(self, number: int) -> None:
         """Old rows were deleted by this process."""
         self._pruned += number
+
+    def delivered(self, target: str, number: int) -> None:
+        """A target took so many rows of what is invalidated."""
+        self._told[target, "delivered"] += number
+
+    def not_delivered(self, target: str) -> None:
+        """A delivery to a target failed."""
+        self._told[target, "failed"] += 1
 
     def unauthorized(self, scope: str, reason: str) -> None:
         """A call was answered 401."""
@@ -131,7 +142,15 @@ class Metrics:
             unavailable.add_metric([reason], number)
         recoveries = CounterMetricFamily("cronlock_recoveries", "Runs found lost and closed.", self._recoveries)
         pruned = CounterMetricFamily("cronlock_pruned_rows", "Rows deleted after their retention.", self._pruned)
+        rows = CounterMetricFamily("cronlock_invalidations_delivered", "Rows that targets took.", labels=["target"])
+        failed = CounterMetricFamily(
+            "cronlock_invalidation_failures", "Deliveries that targets did not take.", labels=["target"]
+        )
+        for name in self._targets.names:
+            rows.add_metric([name], self._told.get((name, "delivered"), 0))
+            failed.add_metric([name], self._told.get((name, "failed"), 0))
         yield from (starts, ends, skips, durations, decisions, unauthorized, unavailable, recoveries, pruned)
+        yield from (rows, failed)
         yield from self._pool_families()
 
     def _pool_families(self) -> Iterator[Metric]:
@@ -234,6 +253,18 @@ class Seen(Collector):
             "How many transactions ago the oldest snapshot or open write began, by who has it.",
             labels=["held_by"],
         )
+        waiting = GaugeMetricFamily(
+            "cronlock_invalidations_waiting", "Rows that a target has not taken yet, up to 10,000.", labels=["target"]
+        )
+        oldest = GaugeMetricFamily(
+            "cronlock_invalidation_oldest_seconds",
+            "The age of the oldest of them; 0 if there is none.",
+            labels=["target"],
+        )
+        for row in cluster["invalidations"]:
+            waiting.add_metric([row["target"]], row["waiting"])
+            oldest.add_metric([row["target"]], row["oldest"])
+        yield from (waiting, oldest)
         ages = {row["held_by"]: row["age"] for row in cluster["xmin"]}
         for held_by in ("run", "cronlock", "other", "prepared"):
             xmin.add_metric([held_by], ages.get(held_by) or 0.0)

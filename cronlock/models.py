@@ -260,6 +260,7 @@ class EndedJobRow(Base):
     result: Mapped[str | None]
     error_type: Mapped[str | None]
     error_message: Mapped[str | None]
+    log: Mapped[str | None]
 
 
 class AttemptRow(Base):
@@ -278,6 +279,7 @@ class AttemptRow(Base):
     error_message: Mapped[str | None]
     error_traceback: Mapped[str | None]
     error_sqlstate: Mapped[str | None]
+    log: Mapped[str | None]
 
 
 class IdempotencyKeyRow(Base):
@@ -310,3 +312,51 @@ class WorkerRow(Base):
     is_draining: Mapped[bool] = mapped_column(server_default=text("false"))
     started_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     seen_until: Mapped[datetime]
+
+
+class InvalidationRow(Base):
+    """What a task said is stale, for one target; delivered once its transaction has committed."""
+
+    __tablename__ = "invalidation"
+    __table_args__ = (Index("invalidation_waiting_idx", "target", "id", postgresql_where=text("delivered_at IS NULL")),)
+
+    id: Mapped[int] = mapped_column(Identity(always=True, cache=1), primary_key=True)
+    target: Mapped[str]
+    keys: Mapped[list[str]] = mapped_column(ARRAY(SqlText))
+    tags: Mapped[list[str]] = mapped_column(ARRAY(SqlText))
+    paths: Mapped[list[str]] = mapped_column(ARRAY(SqlText))
+    task: Mapped[str]
+    run_id: Mapped[int | None]
+    job_id: Mapped[int | None]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    delivered_at: Mapped[datetime | None]
+    attempts: Mapped[int] = mapped_column(Integer, server_default=text("0"))
+    last_error: Mapped[str | None]
+
+
+class InvalidationTargetRow(Base):
+    """A target that some process has registered, who delivers to it now, and how that fares."""
+
+    __tablename__ = "invalidation_target"
+    __table_args__ = (CheckConstraint("(lease_token IS NULL) = (lease_until IS NULL)", name="lease"),)
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    lease_token: Mapped[UUID | None]
+    lease_until: Mapped[datetime | None]
+    attempts: Mapped[int] = mapped_column(Integer, server_default=text("0"))
+    retry_at: Mapped[datetime | None]
+    failed_at: Mapped[datetime | None]
+    last_error: Mapped[str | None]
+    delivered_at: Mapped[datetime | None]
+    seen_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class CacheVersionRow(Base):
+    """How often a key, tag or path was invalidated; readers put it into their cache keys."""
+
+    __tablename__ = "cache_version"
+
+    key: Mapped[str] = mapped_column(primary_key=True)
+    version: Mapped[int]
+    changed_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())

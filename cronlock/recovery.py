@@ -12,7 +12,7 @@ import time
 
 import psycopg
 
-from cronlock import explain, runs, stats
+from cronlock import explain, invalidation, runs, stats
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.readiness import Readiness
@@ -81,6 +81,7 @@ class Timer:
         """Of a task and the first skip of a row of them: how many milliseconds when it was last said."""
         self._prune_after = 0
         self._prune_at = 0.0
+        self._forget_at = 0.0
 
     async def run(self) -> None:
         """Forever, until cancelled."""
@@ -105,6 +106,7 @@ class Timer:
         usual = await transact(self._database, statements.fill(runs.USUAL, names=names)) if names else []
         self._runner.attempts.skips.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
         await self._prune()
+        await self._prune_invalidations()
         await self._tell_blocked()
 
     async def _tell_blocked(self) -> None:
@@ -139,3 +141,35 @@ class Timer:
                 self._prune_at = time.monotonic() + rest
                 return
             await asyncio.sleep(PRUNE_PAUSE)
+
+    async def _prune_invalidations(self) -> None:
+        """Delete what is over its retention, and say what no process will ever deliver; once an hour."""
+        if time.monotonic() < self._forget_at:
+            return
+        settings = self._database.settings
+        statements = invalidation.statements(settings.schema_name)
+        kept = settings.retention_invalidated.total_seconds()
+        for _ in range(PRUNE_WINDOWS):
+            rows = await transact(self._database, statements.fill(invalidation.PRUNE, kept=kept))
+            self._runner.metrics.pruned(sum(number for _, number, _ in rows))
+            for target, _, given_up in rows:
+                if given_up:
+                    log.error(
+                        "%s invalidations are given up: the target %s has not taken them for %g days",
+                        given_up, target, kept / 86400,
+                        extra={"event": "invalidation.given_up", "target": target, "rows": given_up},
+                    )  # fmt: skip
+            if sum(number for _, number, _ in rows) < invalidation.PRUNE_WINDOW:
+                break
+            await asyncio.sleep(PRUNE_PAUSE)
+        else:
+            return
+        self._forget_at = time.monotonic() + min(PRUNE_REST, kept / 10)
+        await transact(self._database, statements.fill(invalidation.FORGET, kept=kept))
+        for target, unseen, oldest in await transact(self._database, statements.fill(invalidation.LEFT)):
+            log.warning(
+                "invalidations wait for the target %s, the oldest for %s s, but no process has had it for %s s:"
+                " register it again, or delete its rows of invalidation and invalidation_target",
+                target, oldest, unseen,
+                extra={"event": "invalidation.no_process", "target": target},
+            )  # fmt: skip

@@ -27,6 +27,7 @@ from cronlock import logs
 from cronlock.app import Cronlock
 from cronlock.errors import CronlockError
 from cronlock.loading import load
+from cronlock.working import Crew
 
 CONNECTIONS_TIMEOUT = 5
 """Seconds that open connections have after the drain."""
@@ -79,14 +80,16 @@ def run(
     listener: socket.socket,
     started: Callable[[], None] = lambda: None,
     ended: Callable[[], None] = lambda: None,
+    *,
+    crew: Crew | None = None,
 ) -> None:
-    """Serve on `listener` until a signal.
+    """Serve on `listener` until a signal; with a `crew`, run jobs in this process too.
 
     `started` is called in the event loop once calls are answered, `ended` when every run has ended and is
     recorded; what follows waits some seconds for code that does not return. Raises `ConfigError` without a usable
     CRON_SECRET, and what `Cronlock.lifespan` raises.
     """
-    server = Server(cron, started, ended)
+    server = Server(cron, started, ended, crew)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(server.live(listener))
 
@@ -130,7 +133,9 @@ def end_process(code: int = 0, within: float = 2.0) -> None:
 class Server(uvicorn.Server):
     """uvicorn's server with the end that is described above."""
 
-    def __init__(self, cron: Cronlock, started: Callable[[], None], ended: Callable[[], None]) -> None:
+    def __init__(
+        self, cron: Cronlock, started: Callable[[], None], ended: Callable[[], None], crew: Crew | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 cron.app(),
@@ -143,6 +148,7 @@ class Server(uvicorn.Server):
             )
         )
         self._cron = cron
+        self._crew = crew
         self._started = started
         self._ended = ended
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -155,6 +161,8 @@ class Server(uvicorn.Server):
         try:
             with self.capture_signals():  # all the while; as process 1 of a container it has no default for them
                 async with unbound_threads(), self._cron.lifespan():
+                    if self._crew is not None:
+                        await self._crew.start()
                     await self.serve(sockets=[listener])
                     self._ended()
                     await self._cron.close(0)
@@ -191,6 +199,10 @@ class Server(uvicorn.Server):
 
     async def _drain(self, seconds: float | None) -> None:
         try:
-            await self._cron.drain(seconds)
+            if self._crew is not None:
+                self._crew.drain(seconds)
+                await asyncio.gather(self._cron.drain(seconds), self._crew.work())
+            else:
+                await self._cron.drain(seconds)
         finally:
             self.should_exit = True

@@ -182,6 +182,16 @@ SELECT count(*) AS lost
   FROM (SELECT r.status, r.finished_at FROM {run} r
          WHERE r.status IN ('failed', 'timed_out', 'cancelled', 'lost') ORDER BY r.id DESC LIMIT 10000) w
  WHERE w.status = 'lost' AND w.finished_at > clock_timestamp() - interval '1 day'""",
+    # The columns that the last ORDER BY names keep to the index of what waits.
+    "invalidations": """
+SELECT t.name AS target, count(w.id) AS waiting,
+       coalesce(extract(epoch FROM clock_timestamp() - min(w.created_at)), 0)::float8 AS oldest
+  FROM {invalidation_target} t
+  LEFT JOIN LATERAL (
+        SELECT i.id, i.created_at FROM {invalidation} i
+         WHERE i.target >= t.name AND i.target <= t.name AND i.delivered_at IS NULL
+         ORDER BY i.target, i.id LIMIT 10000) w ON true
+ GROUP BY t.name ORDER BY t.name""",
     "rows": """
 SELECT greatest(c.reltuples::float8, pg_stat_get_live_tuples(c.oid)::float8, 0) AS rows,
        pg_table_size(c.oid) + pg_indexes_size(c.oid) AS bytes
@@ -304,6 +314,8 @@ def read(connection: Connection, text: str, schema: str, **values: Any) -> list[
 
 def names_of(schema: str) -> dict[str, sql.Composable]:
     """The schema's tables and views, by the names in the statements."""
-    tables = ("run", "task", "task_health", "lock_holder", "alembic_version")
+    tables = (
+        "run", "task", "task_health", "lock_holder", "alembic_version", "invalidation", "invalidation_target",
+    )  # fmt: skip
     run = sql.Identifier(schema, "run")
     return {**{name: sql.Identifier(schema, name) for name in tables}, "run_name": sql.Literal(run.as_string(None))}

@@ -77,8 +77,9 @@ class Transaction:
             return Committed(Returned(error=ended()), False)
         attempt.lending.is_over = True
         result = dump_result(returned.value)
-        complete = self._statements.complete(attempt.run_id, attempt.token, self.opened_us, result)
-        message = locks.job_closing(complete)
+        complete = self._statements.complete(attempt.run_id, attempt.token, self.opened_us, result, attempt.log())
+        said = attempt.lending.said
+        message = locks.job_closing(complete, b"" if said is None else said.take())
         timeout = attempt.task.timeout
         limit = CLOSE_MARGIN if timeout is None else timeout.total_seconds() + CLOSE_MARGIN
         try:

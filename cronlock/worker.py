@@ -19,6 +19,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -34,7 +35,8 @@ from cronlock.context import Run
 from cronlock.database import Database
 from cronlock.enqueue import Producer
 from cronlock.errors import Unavailable
-from cronlock.execution import Returned, Stop, do
+from cronlock.execution import Returned, Stop, do, heeded
+from cronlock.invalidation import Outbox
 from cronlock.lending import cut
 from cronlock.link import Link
 from cronlock.outcome import Failure, failure
@@ -47,6 +49,8 @@ BATCH = 1000
 """How many ends one message has at most."""
 CHUNK = 50
 """How many places at least one claim fills, if so many are free."""
+BURST = 10
+"""So many jobs found at once are a stream of them, for which nobody has to be told of each."""
 POLL = 1.0
 """Seconds after which an idle worker looks, with jitter, although nobody told it to."""
 RESCAN = 1.0
@@ -93,6 +97,7 @@ class Worker:
         producer: Producer,
         instance: Instance,
         scrub: Callable[[str], str],
+        outbox: Outbox,
         *,
         queues: Sequence[str],
         concurrency: int,
@@ -109,9 +114,10 @@ class Worker:
         self._tasks = {task.name: task for task in producer.tasks}
         self.names = list(self._tasks)
         self._scrub = scrub
+        self._outbox = outbox
         self._report = JobReport(self.id)
         self._lease = database.settings.lease
-        self._link = Link(database, producer.statements)
+        self._link = Link(database, producer.statements.prepare())
         self._background = Background()
         self._context = contextvars.Context()
         self._done: list[Attempt] = []
@@ -144,6 +150,10 @@ class Worker:
     async def close(self) -> None:
         """Close the connection, after the last end is written."""
         await self._link.close()
+
+    def paused(self, names: AbstractSet[str]) -> None:
+        """Claim no job of these tasks, and those of all others."""
+        self.names = [name for name in self._tasks if name not in names]
 
     def wake(self) -> None:
         """There may be something to claim or to write down."""
@@ -203,6 +213,9 @@ class Worker:
         texts: list[bytes] = [SOON] if is_careful and (done or ends) else []
         if done:
             texts.append(self._execute("done", [one.run_id for one in done], [one.token for one in done]))
+        said = [row for one, end in ends if end.status == "completed" and one.lending.said for row in one.said]
+        if said:
+            texts.append(self._outbox.of_jobs(said))
         if ends:
             texts.append(self._execute("end", [end.row(one) for one, end in ends]))
         if back:
@@ -237,6 +250,8 @@ class Worker:
         replies = results[2 + (texts[0] is SOON) :]
         if done:
             self._left(done, wire.rows(replies.pop(0)))
+        if said:
+            replies.pop(0)
         if ends:
             self._told(ends, wire.rows(replies.pop(0)))
         if back:
@@ -338,8 +353,9 @@ class Worker:
             return True
         if rows:
             self._places[claim.queue] = (rows[-1][7], rows[-1][0])
-        if len(rows) == claim.asked:
+        if len(rows) >= min(claim.asked, BURST):
             self._is_idle = False
+        if len(rows) == claim.asked:
             return len(self.running) < self.concurrency
         self._places.pop(claim.queue, None)
         if not claim.is_from_front:
@@ -348,6 +364,8 @@ class Worker:
         if self._at < len(self.queues):
             return True
         self._at = 0
+        if len(rows) >= BURST:
+            return True
         was_said, self._is_idle = self.is_said_idle, True
         return not was_said  # once more, after others can see that it is idle
 
@@ -358,6 +376,7 @@ class Worker:
         if self.is_draining:  # since the claim was sent
             self._given_back.append(attempt)
             return attempt
+        attempt.is_unicode = self._database.is_unicode
         self.running[job_id] = attempt
         try:
             attempt.payload = task.validate(json.loads(payload))
@@ -395,12 +414,14 @@ class Worker:
         self._do(attempt)
 
     def _do(self, attempt: Attempt) -> None:
-        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._producer)
+        run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._producer, self._outbox)
         attempt.code = do(attempt, run, self._context.copy())
         attempt.code.add_done_callback(partial(self._code_returned, attempt))
 
     def _code_returned(self, attempt: Attempt, code: "asyncio.Future[Returned]") -> None:
         returned = Returned(error=asyncio.CancelledError()) if code.cancelled() else code.result()
+        if attempt.run is not None:
+            returned = heeded(attempt.run, returned)
         if attempt.seat is None:
             self._returned(attempt, returned)
         else:
@@ -423,7 +444,8 @@ class Worker:
 
     def _end(self, attempt: Attempt, end: End) -> None:
         self._drop(attempt)
-        if end.status == "completed" and end.result is None:
+        is_plain = end.status == "completed" and end.result is None and attempt.lines is None
+        if is_plain and attempt.lending.said is None:
             self._done.append(attempt)
         else:
             self._ends.append((attempt, end))
@@ -485,6 +507,8 @@ class Worker:
 
     def _completed(self, attempt: Attempt) -> None:
         self.ended += 1
+        if attempt.lending.said is not None:
+            attempt.lending.said.committed()
         self._report.completed(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def _failed(self, attempt: Attempt, end: End, status: str) -> None:

@@ -58,6 +58,7 @@ class Crew:
             process.producer,
             process.instance,
             cron.settings.scrub,
+            process.outbox,
             queues=self._queues,
             concurrency=self._concurrency,
         )
@@ -77,7 +78,7 @@ class Crew:
         self._working = spawn(self.worker.work())
 
     async def work(self) -> None:
-        """Until drained; then close everything, the leases last."""
+        """Until drained; then end everything around the worker, the leases last."""
         try:
             await self._working
         finally:
@@ -87,7 +88,6 @@ class Crew:
             await ended(self._leasing)
             await self._leases.leave()
             await self.worker.close()
-            await self._cron.close(0)
 
     def drain(self, seconds: float | None = None) -> None:
         """Begin to end; once more: at once."""
@@ -143,12 +143,11 @@ async def live(cron: "Cronlock", queues: Sequence[str], concurrency: int, starte
         loop.add_signal_handler(number, end, number.name)
     try:
         await crew.start()
-    except BaseException:
+        has_started = True
+        started()
+        await crew.work()
+    finally:
         await cron.close(0)
-        raise
-    has_started = True
-    started()
-    await crew.work()
 
 
 def require_queues(text: str) -> list[str]:

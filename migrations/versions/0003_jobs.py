@@ -90,6 +90,7 @@ CREATE TABLE {schema}.job_history (
     result text,
     error_type text,
     error_message text,
+    log text,
     CONSTRAINT job_history_status_check CHECK (status IN ('completed', 'failed', 'cancelled'))
 );
 
@@ -106,6 +107,7 @@ CREATE TABLE {schema}.job_attempt (
     error_message text,
     error_traceback text,
     error_sqlstate text,
+    log text,
     CONSTRAINT job_attempt_pkey PRIMARY KEY (job_id, attempt),
     CONSTRAINT job_attempt_status_check CHECK (status IN ('failed', 'timed_out', 'cancelled', 'lost'))
 );
@@ -137,10 +139,52 @@ CREATE TABLE {schema}.worker (
 ) WITH (fillfactor = 50);
 """
 
+# One row for every target and every word of a task, in the order of their ids, written in the task's own transaction.
+# Who delivers to a target has its row of `invalidation_target` for a few seconds at a time.
+INVALIDATION = """
+CREATE TABLE {schema}.invalidation (
+    id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1) CONSTRAINT invalidation_pkey PRIMARY KEY,
+    target text NOT NULL,
+    keys text[] NOT NULL,
+    tags text[] NOT NULL,
+    paths text[] NOT NULL,
+    task text NOT NULL,
+    run_id bigint,
+    job_id bigint,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    delivered_at timestamptz,
+    attempts integer NOT NULL DEFAULT 0,
+    last_error text
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000);
+
+CREATE INDEX invalidation_waiting_idx ON {schema}.invalidation (target, id) WHERE delivered_at IS NULL;
+
+CREATE TABLE {schema}.invalidation_target (
+    name text CONSTRAINT invalidation_target_pkey PRIMARY KEY,
+    kind text NOT NULL,
+    lease_token uuid,
+    lease_until timestamptz,
+    attempts integer NOT NULL DEFAULT 0,
+    retry_at timestamptz,
+    failed_at timestamptz,
+    last_error text,
+    delivered_at timestamptz,
+    seen_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CONSTRAINT invalidation_target_lease_check CHECK ((lease_token IS NULL) = (lease_until IS NULL))
+) WITH (fillfactor = 50);
+
+CREATE TABLE {schema}.cache_version (
+    key text CONSTRAINT cache_version_pkey PRIMARY KEY,
+    version bigint NOT NULL,
+    changed_at timestamptz NOT NULL DEFAULT clock_timestamp()
+) WITH (fillfactor = 90);
+"""
+
 # As complete_run: called right before the COMMIT of a job's own transaction. The job's row is gone for everybody else
 # only when that commits, and a token that is not the job's any more undoes everything.
 COMPLETE_JOB = """
-CREATE FUNCTION {schema}.complete_job(done_id bigint, token uuid, opened_us bigint, job_result text)
+CREATE FUNCTION {schema}.complete_job(done_id bigint, token uuid, opened_us bigint, job_result text,
+    job_log text)
 RETURNS boolean LANGUAGE plpgsql SET search_path = pg_catalog AS $$
 BEGIN
     IF (extract(epoch FROM now()) * 1000000)::bigint <> opened_us THEN
@@ -150,10 +194,10 @@ BEGIN
     WITH done AS (
         DELETE FROM {schema}.job j WHERE j.id = done_id AND j.lease_token = token RETURNING j.*)
     INSERT INTO {schema}.job_history (id, task, queue, priority, payload, trigger, occurrence, idempotency_key,
-           max_attempts, attempts, losses, enqueued_at, run_at, started_at, worker, status, result)
+           max_attempts, attempts, losses, enqueued_at, run_at, started_at, worker, status, result, log)
     SELECT d.id, d.task, d.queue, d.priority, d.payload, d.trigger, d.occurrence, d.idempotency_key,
            d.max_attempts, d.attempts, d.losses, d.enqueued_at, d.run_at, d.started_at, d.worker, 'completed',
-           job_result
+           job_result, job_log
       FROM done d;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'cronlock: lease lost' USING ERRCODE = '25000';
@@ -169,17 +213,17 @@ SELECT j.id, j.task, j.queue, j.priority, j.payload, j.trigger, j.occurrence, j.
        j.attempts, j.losses, CASE WHEN j.lease_token IS NULL THEN 'queued' ELSE 'processing' END AS status,
        j.enqueued_at, j.run_at, j.started_at, NULL::timestamptz AS finished_at, j.worker, j.lease_until,
        j.cancel_requested_at, j.cancel_requested_by, j.progress_done, j.progress_total, NULL::text AS result,
-       NULL::text AS error_type, NULL::text AS error_message
+       NULL::text AS error_type, NULL::text AS error_message, NULL::text AS log
   FROM {schema}.job j
  UNION ALL
 SELECT w.id, w.task, w.queue, w.priority, w.payload, w.trigger, w.occurrence, w.idempotency_key, w.max_attempts,
        w.attempts, w.losses, 'queued', w.enqueued_at, w.run_at, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-       NULL, NULL
+       NULL, NULL, NULL
   FROM {schema}.job_waiting w
  UNION ALL
 SELECT h.id, h.task, h.queue, h.priority, h.payload, h.trigger, h.occurrence, h.idempotency_key, h.max_attempts,
        h.attempts, h.losses, h.status, h.enqueued_at, h.run_at, h.started_at, h.finished_at, h.worker, NULL, NULL,
-       NULL, NULL, NULL, h.result, h.error_type, h.error_message
+       NULL, NULL, NULL, h.result, h.error_type, h.error_message, h.log
   FROM {schema}.job_history h;
 
 COMMENT ON VIEW {schema}.job_status IS
@@ -205,12 +249,14 @@ def upgrade() -> None:
     run(TABLES)
     execute(COMPLETE_JOB)
     run(JOB_STATUS)
+    run(INVALIDATION)
 
 
 def downgrade() -> None:
     run("""
+DROP TABLE {schema}.cache_version, {schema}.invalidation_target, {schema}.invalidation;
 DROP VIEW {schema}.job_status;
-DROP FUNCTION {schema}.complete_job(bigint, uuid, bigint, text);
+DROP FUNCTION {schema}.complete_job(bigint, uuid, bigint, text, text);
 DROP TABLE {schema}.worker, {schema}.idempotency_key, {schema}.job_attempt, {schema}.job_history,
     {schema}.job_waiting, {schema}.job;
 DROP SEQUENCE {schema}.job_id;
