@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MOST_SEATS = 100
 """How many connections a worker opens at most for jobs that have a transaction."""
 LISTEN_PAUSE = 1.0
+PRESENCE_WAIT = 2.0
 
 log = logging.getLogger("cronlock.worker")
 
@@ -67,10 +68,13 @@ class Crew:
         presence = Presence(database) if database.keeps_records_apart else None
         self._leases = Leases(database, statements, self.worker, process.instance, presence)
         self._duties = Duties(database, statements, self.worker)
-        await self._leases.begin()
         spawn = asyncio.get_running_loop().create_task
         if presence is not None:
             self._keepers.append(spawn(presence.keep()))
+            with suppress(TimeoutError):  # what it takes before others can see it, only the lease gives back
+                await asyncio.wait_for(presence.changed.wait(), PRESENCE_WAIT)
+        await self._leases.begin()
+        if presence is not None:
             self._keepers.append(spawn(listen(database, statements.channel, self.worker.wake)))
         self._keepers.append(spawn(self._duties.keep()))
         self._leasing = spawn(self._leases.keep())
