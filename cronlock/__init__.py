@@ -11,21 +11,22 @@ The layers, each of which imports only from those below it:
     recovery
     readiness
     runner
+    stint
     duties | leases
     worker
-    attempts | transaction
+    attempts | queueing | transaction
     attempt | closing | skips | stopping
     execution
     context | gate | guard
-    enqueue
-    background | inspecting | link | presence | recording | reporting | steering
+    delivery | enqueue | versions
+    background | inspecting | link | presence | recording | reporting | sending | steering | subscribing
     explain | metrics | stats
-    jobs | runs
+    invalidation | jobs | runs
     locks
     template
     database | migrate | models
     seats
-    lending | outcome
+    lending | outcome | targets
     tasks
     keys
     config | embedded | retry | revision | schedule
@@ -42,10 +43,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
     from cronlock.context import Run
+    from cronlock.enqueue import Enqueued
     from cronlock.errors import (
         Cancel,
         ConfigError,
         CronlockError,
+        IdempotencyKeyInUse,
+        IdempotencyKeyReused,
         LockLost,
         NotInTransaction,
         PayloadError,
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
         UnknownTask,
     )
     from cronlock.outcome import Failure, Holder, Outcome
+    from cronlock.targets import Invalidation, Notify, VersionTable, Webhook
 
 __version__ = "0.1.0"
 
@@ -67,10 +72,15 @@ __all__ = [
     "ConfigError",
     "Cronlock",
     "CronlockError",
+    "Enqueued",
     "Failure",
     "Holder",
+    "IdempotencyKeyInUse",
+    "IdempotencyKeyReused",
+    "Invalidation",
     "LockLost",
     "NotInTransaction",
+    "Notify",
     "Outcome",
     "PayloadError",
     "PayloadInvalid",
@@ -82,9 +92,17 @@ __all__ = [
     "TransactionRefused",
     "Unavailable",
     "UnknownTask",
+    "VersionTable",
+    "Webhook",
 ]
 
-MODULES = {"Cronlock": "app", "Run": "context", "Failure": "outcome", "Holder": "outcome", "Outcome": "outcome"}
+MODULES = {
+    "Cronlock": "app",
+    "Run": "context",
+    "Enqueued": "enqueue",
+    **dict.fromkeys(("Failure", "Holder", "Outcome"), "outcome"),
+    **dict.fromkeys(("Invalidation", "Notify", "VersionTable", "Webhook"), "targets"),
+}
 """Where the public names are; those that are not here are in `errors`."""
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import logging
 import os
 import socket
 import threading
@@ -9,23 +10,27 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 from uuid import uuid4
 
-from cronlock import enqueue, jobs, runs
+from cronlock import enqueue, invalidation, jobs, runs, subscribing, versions
 from cronlock.config import Settings
 from cronlock.database import Database
-from cronlock.enqueue import Enqueued
+from cronlock.delivery import Deliverer
+from cronlock.enqueue import Enqueued, Order
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.gate import Call
 from cronlock.inspecting import Inspector
 from cronlock.keys import occurrence_fault
 from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome
+from cronlock.queueing import Queueing
 from cronlock.readiness import Readiness
 from cronlock.recording import Recorder
 from cronlock.recovery import Timer
 from cronlock.runner import Runner, log
+from cronlock.stint import Done, Stints
+from cronlock.targets import CHANNEL, Invalidation, Notify, Targets, VersionTable, Webhook
 from cronlock.tasks import Dedupe, Registry, Task, declare
 
 if TYPE_CHECKING:
@@ -33,7 +38,9 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.types import ASGIApp
 
+log_jobs = logging.getLogger("cronlock.job")
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=Callable[[Invalidation], Any])
 
 
 class Cronlock:
@@ -48,7 +55,8 @@ class Cronlock:
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings.load(**settings)
         self.tasks = Registry()
-        self.metrics = Metrics(self.tasks)
+        self.targets = Targets()
+        self.metrics = Metrics(self.tasks, self.targets)
         self._process: Process | None = None
         self._starting: asyncio.Lock | None = None
         self._alone = threading.Lock()
@@ -83,8 +91,8 @@ class Cronlock:
 
         - `lock`: the lock's name (the task's by default), or an int that is used as the key itself. Tasks
           that name one lock exclude each other.
-        - `mode`: "transaction" (the task works in the transaction that holds its lock) or "guard" (the lock has a
-          transaction of its own, and the task opens its own).
+        - `mode`: "transaction" (the task works in the transaction that holds its lock), "guard" (the lock has a
+          transaction of its own, and the task opens its own) or "queue" (a call makes a job, which a worker runs).
         - `key`: such as "{tenant}": each value of these fields of the payload has a lock of its own.
         - `max_concurrent`: how many runs of a lock there may be at once, 1 to 100.
         - `min_interval`: a call is skipped for so long after the last completed run of the same task and key.
@@ -210,6 +218,66 @@ class Cronlock:
         wanted = enqueue.order(self.tasks.get(name), [payload], **options)
         return enqueue.on_sync(connection, jobs.statements(self.settings.schema_name), wanted)[0]
 
+    @overload
+    def target(self, name: str, to: "Webhook | Notify | VersionTable") -> None: ...
+
+    @overload
+    def target(self, name: str, to: C, *, timeout: "str | float | timedelta" = "30s") -> C: ...
+
+    @overload
+    def target(self, name: str, *, timeout: "str | float | timedelta" = "30s") -> Callable[[C], C]: ...
+
+    def target(self, name: str, to: Any = None, *, timeout: "str | float | timedelta" = "30s") -> Any:
+        """Register a target, which is told what tasks invalidate: after their commit, at least once, in order per key.
+
+        - `name`: 1 to 40 of a-z, 0-9, ".", "_" and "-"; deliveries are written down under it, so keep it.
+        - `to`: a `Webhook`, a `Notify`, a `VersionTable`, or a callable that takes an `Invalidation`: `async def`, or
+          plain and run in a thread. What it raises is a failed delivery, which is tried again. Without `to` this is a
+          decorator of such a callable.
+        - `timeout`: how long a callable may take; "30s", seconds or a timedelta.
+
+        Every process that runs tasks is to register the same ones. See docs/invalidation.md.
+
+        Raises `RegistrationError` for a name, a target or a timeout that is not allowed.
+        """
+        if to is not None:
+            self.targets.add(name, to, timeout)
+            return None if isinstance(to, (Webhook, Notify, VersionTable)) else to
+
+        def register(function: C) -> C:
+            self.targets.add(name, function, timeout)
+            return function
+
+        return register
+
+    def subscribe(self, channel: str = CHANNEL) -> AsyncIterator[Invalidation]:
+        """What a `Notify` target says, for a cache in this process: `async for stale in cron.subscribe():`.
+
+        Goes on for ever, on a direct connection of its own, which is opened again after every outage. `stale.has_gap`
+        says that something may have been missed, so that anything may be stale: at first, and after each outage.
+
+        Raises `RegistrationError` for a channel that is none, `ConfigError` if only a pooler is known.
+        """
+        return subscribing.subscribe(self.settings, channel)
+
+    async def cache_versions(self, connection: Any, *keys: str) -> dict[str, int]:
+        """The versions of keys, tags or paths, as a `VersionTable` target raises them; 0 for one never invalidated.
+
+        `connection`: SQLAlchemy's `AsyncConnection` or `AsyncSession`, psycopg's `AsyncConnection`, or None for one of
+        cronlock's own. Read the version first, then what is cached under it.
+
+        Raises `PayloadError` for a key that can be none, `Unavailable` where the connection is cronlock's own, and
+        TypeError for a connection of another kind; else what the connection raises.
+        """
+        if connection is None:
+            process = self._process or await self._open_late()
+            return await versions.of_ours(process.database, keys)
+        return await versions.on_async(connection, self.settings.schema_name, keys)
+
+    def cache_versions_sync(self, connection: Any, *keys: str) -> dict[str, int]:
+        """`cache_versions` for SQLAlchemy's `Connection` or `Session`, or psycopg's `Connection`."""
+        return versions.on_sync(connection, self.settings.schema_name, keys)
+
     async def run(
         self, name: str, payload: dict[str, Any] | None = None, *, idempotency_key: str | None = None
     ) -> Outcome:
@@ -283,12 +351,50 @@ class Cronlock:
     ) -> Outcome:
         """Run `task` with a validated payload; `run()` and the cron route both end here."""
         key = task.key.fill(payload) if task.key is not None else None
-        process = self._process or await self._open_late()
-        process.require_loop(asyncio.get_running_loop())
-        if not process.readiness.is_ready:
-            await process.readiness.require()
+        process = await self._ready()
         call = Call(task, payload, trigger, caller, contextvars.copy_context(), key, occurrence, scheduled_for)
         return await process.runner.call(call)
+
+    async def start_queued(
+        self,
+        task: Task,
+        given: dict[str, Any],
+        *,
+        caller: str | None,
+        occurrence: str | None,
+        scheduled_for: str | None,
+    ) -> Enqueued | Outcome:
+        """Make a job of a call of the cron route, or skip it; `given` is the payload as it came."""
+        payload = task.validate(given)
+        key = task.key.fill(payload) if task.key is not None else None
+        process = await self._ready()
+        call = Call(task, payload, "http", caller, contextvars.copy_context(), key, occurrence, scheduled_for)
+        made = await process.queueing.call(call, given)
+        if isinstance(made, Enqueued):
+            process.told(task, made, occurrence)
+        return made
+
+    async def start_enqueue(self, wanted: Order) -> Enqueued:
+        """Enqueue one job in a transaction of its own; the route ends here."""
+        process = await self._ready()
+        (made,) = await process.enqueuer.enqueue(wanted)
+        process.told(wanted.task, made, next(iter(wanted.keys), None))
+        return made
+
+    async def _ready(self) -> "Process":
+        """The process, open and with a database that has the schema; raises `Unavailable`."""
+        process = self._process or await self._open_late()
+        process.require_loop(asyncio.get_running_loop())
+        if process.runner.is_draining:
+            raise Unavailable("shutting_down", "the server is shutting down")
+        if not process.readiness.is_ready:
+            await process.readiness.require()
+        return process
+
+    async def start_work(self, most: int, seconds: float, queues: "Sequence[str]") -> Done:
+        """Work off what is due in these queues for a while, in this process; see `stint`."""
+        process = await self._ready()
+        return await process.stints.work(most, seconds, queues)
 
     async def _open_late(self) -> "Process":
         log.warning(
@@ -301,11 +407,12 @@ class Cronlock:
 
     async def open(self) -> "Process":
         """Open the connections and start the timer of this process, once; `lifespan` does it for you."""
+        self.targets.require_secrets(self.settings)
         if self._starting is None:
             self._starting = asyncio.Lock()
         async with self._starting:
             if self._process is None:
-                process = Process(self.settings, self.tasks, self.metrics)
+                process = Process(self.settings, self.tasks, self.metrics, self.targets)
                 await process.open()
                 self._process = process
         return self._process
@@ -442,22 +549,38 @@ class Process:
 
     loop: asyncio.AbstractEventLoop
 
-    def __init__(self, settings: Settings, tasks: Registry, metrics: Metrics | None = None) -> None:
+    def __init__(
+        self, settings: Settings, tasks: Registry, metrics: Metrics | None = None, targets: Targets | None = None
+    ) -> None:
         self.settings = settings
-        self.metrics = metrics or Metrics(tasks)
+        targets = Targets() if targets is None else targets
+        self.metrics = metrics or Metrics(tasks, targets)
         self.instance = runs.Instance(uuid4(), socket.gethostname(), os.getpid(), settings.release)
         self.database = Database(settings, has_threads=any(not task.is_async and not task.is_guarded for task in tasks))
         statements = runs.Statements(settings.schema_name, self.instance)
         self.recorder = Recorder(self.database, statements)
-        written = jobs.statements(settings.schema_name)
+        outbox = invalidation.statements(settings.schema_name)
+        self.deliverer = Deliverer(self.database, outbox, targets, self.metrics)
+        self.outbox = invalidation.Outbox(outbox, targets, self.deliverer)
+        written = jobs.statements(settings.schema_name, is_prepared=self.database.keeps_records_apart)
         self.enqueuer = enqueue.Enqueuer(self.database, written)
         self.producer = enqueue.Producer(tasks, written, self.enqueuer)
         self.runner = Runner(
-            self.database, self.recorder, statements, self.instance, settings.scrub, self.metrics, self.producer
+            self.database,
+            self.recorder,
+            statements,
+            self.instance,
+            settings.scrub,
+            self.metrics,
+            self.producer,
+            self.outbox,
         )
+        self.queueing = Queueing(self.database, self.recorder, self.runner.attempts.skips, written)
+        self.stints = Stints(settings, self.database, self.producer, self.instance, self.outbox, self.metrics)
         self.readiness = Readiness(self.database, self.runner, tasks)
         self.inspector = Inspector(settings)
         self._timer: asyncio.Task[None] | None = None
+        self._delivering: asyncio.Task[None] | None = None
         self.joined = 0
         """How many calls of other threads `run_sync` has in this process's loop."""
 
@@ -468,6 +591,7 @@ class Process:
         await self.runner.spawn(self.database.open())
         timer = Timer(self.database, self.runner, self.readiness)
         self._timer = self.runner.spawn(timer.run())
+        self._delivering = self.runner.spawn(self.deliverer.run())
 
     def require_loop(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Raise `CronlockError` if the loop that this is open in has ended, or is another one than `loop`."""
@@ -486,19 +610,31 @@ class Process:
     async def drain(self, timeout: float | None = None) -> None:
         """Let what runs end within `timeout` seconds (CRONLOCK_DRAIN_TIMEOUT), then cancel and record it."""
         seconds = self.settings.drain_timeout.total_seconds() if timeout is None else timeout
+        await self.stints.close()
         await self.runner.spawn(self.runner.drain(seconds))
         await self.recorder.drain(5.0)
 
     async def close(self, timeout: float | None = None) -> None:
         """Drain, then close everything."""
         await self.drain(timeout)
-        if self._timer is not None:
-            while not self._timer.done():  # Python 3.11 loses a cancellation that comes with what was waited for
-                self._timer.cancel()
-                await asyncio.wait((self._timer,), timeout=1)
+        for task in (self._timer, self._delivering):
+            while task is not None and not task.done():
+                task.cancel()  # Python 3.11 loses a cancellation that comes with what was waited for
+                await asyncio.wait((task,), timeout=1)
+        await self.deliverer.close()
         await self.inspector.close()
         await self.enqueuer.close()
         await self.runner.spawn(self.database.close())
+
+    def told(self, task: Task, made: Enqueued, key: str | None) -> None:
+        """Count and log what a call was given."""
+        self.metrics.enqueued(task.name, made.is_duplicate)
+        if log_jobs.isEnabledFor(logging.INFO):
+            facts = {
+                "event": "job.enqueued", "task": task.name, "jobId": made.job_id, "idempotencyKey": key,
+                "duplicate": made.is_duplicate,
+            }  # fmt: skip
+            log_jobs.info("%s %s", task.name, "enqueued before" if made.is_duplicate else "enqueued", extra=facts)
 
     def _pools(self) -> dict[str, dict[str, int]]:
         database = self.database

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cronlock import retry
 from cronlock.context import Run
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class Attempt:
     """What a worker knows of a job whose lease it has; to its `Run` it is what an `Execution` is to a run's."""
+
+    is_job: ClassVar[bool] = True
 
     run_id: int
     """The job's id."""
@@ -49,6 +51,8 @@ class Attempt:
     progress: dict[str, Any] | None = None
     """What the run said last of how far it is, until it is written."""
     key: str | None = None
+    age_ms: int = 0
+    """How many milliseconds before its claim the job was enqueued."""
     lending: Lending = field(default_factory=Lending)
     started: float = field(default_factory=time.monotonic)
 
@@ -72,12 +76,21 @@ class Attempt:
         """By which its transaction is known in pg_stat_activity."""
         return f"cronlock:job {self.run_id}"
 
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        """What it said is stale and no transaction of its own has written, as `Outbox.of_jobs` takes it."""
+        return [] if self.lending.said is None else self.lending.said.rows(self.token)
+
     def log(self) -> str | None:
         """What the task has logged, as the database can hold it."""
         text = None if self.lines is None else self.lines.text()
         if text is None or self.is_unicode:
             return text
         return text.encode("ascii", "backslashreplace").decode()
+
+    def has_returned(self, returned: Returned) -> bool:
+        """Whether its code ran to its end and nothing was wrong."""
+        return self.code is not None and returned.error is None and self.lending.fault is None
 
     def elapsed_ms(self) -> int:
         """Milliseconds since it was claimed."""
@@ -132,17 +145,17 @@ class End:
 
 def end_of(attempt: Attempt, returned: Returned, scrub: Callable[[str], str]) -> End:
     """What an attempt came to, by what its code returned or raised and by why it was stopped."""
-    stop, error = attempt.stop, returned.error
+    stop, error, task = attempt.stop, returned.error, attempt.task
     if stop is not None:
         if stop.status == "cancelled":
             return End("cancelled", attempt_status="cancelled", failure=stop.failure())
-        return after_failure(attempt, stop.status, stop.failure(), retry.delay(attempt.attempt), is_transient=True)
+        wait = retry.delay(attempt.attempt, task.retry_delay.total_seconds(), task.retry_cap.total_seconds())
+        return after_failure(attempt, stop.status, stop.failure(), wait, is_transient=True)
     error = error or attempt.lending.fault
     if error is None:
         return End("completed", result=dump_result(returned.value))
     if isinstance(error, Cancel):
         return End("cancelled", attempt_status="cancelled", failure=failure(error, scrub))
-    task = attempt.task
     wait = retry.after(error, attempt.attempt, task.retry_delay.total_seconds(), task.retry_cap.total_seconds())
     is_transient = retry.is_transient(error, task.retry_on)
     return after_failure(attempt, "failed", failure(error, scrub), wait, is_transient=is_transient)

@@ -22,7 +22,7 @@ from cronlock.database import Database, ask, within
 from cronlock.errors import Cancel, Retry, TransactionEnded, Unavailable
 from cronlock.execution import Execution, Returned
 from cronlock.jsontext import dump_result
-from cronlock.lending import cut, is_gone, lost
+from cronlock.lending import Lending, cut, is_gone, lost
 from cronlock.outcome import Failure, Outcome, failure, sqlstate
 from cronlock.recording import Recorder
 from cronlock.seats import Reply, Seat, discard
@@ -87,7 +87,11 @@ class Closer:
 
     async def _commit(self, execution: Execution, result: str | None, is_touched: bool) -> Outcome:
         """Send the closing message. It is never cancelled, and after any error the row has the last word."""
-        message = self._closing.message(execution.run_id, execution.opened_us, result, is_touched, execution.log())
+        said = execution.lending.said
+        also = b"" if said is None else said.take()
+        message = self._closing.message(
+            execution.run_id, execution.opened_us, result, is_touched, execution.log(), also
+        )
         seat = execution.seat
         rows_at = locks.LEFT_AT[True] if is_touched else None
         timeout = execution.task.timeout
@@ -105,6 +109,8 @@ class Closer:
             return await self.fail(
                 execution, "failed", Failure("TransactionEnded", "the commit was answered by a rollback")
             )
+        if said is not None:
+            said.committed()
         await self._give_back(seat, reply)
         return execution.outcome("completed", result=result)
 
@@ -119,21 +125,11 @@ class Closer:
 
     def _cause(self, execution: Execution, error: BaseException) -> BaseException:
         """The error that explains a failed close better than its own text does."""
-        state = sqlstate(error)
-        if state == "25P02":
-            first = execution.lending.last_error
-            told = f": {str(first).strip().splitlines()[0]}" if first and str(first).strip() else ""
-            return TransactionEnded(
-                "the transaction was already aborted by a statement whose error the task caught"
-                f"{told}. Put such a statement into a savepoint (begin_nested())."
-            )
-        if state in ("3B001", "25P01") or locks.ENDED in str(error):
-            return ended()
         if locks.NO_ROW in str(error):
             return lost(execution.task.is_guarded, "the run's row is not open any more")
-        if state == "23505" and locks.OCCURRENCE_KEY in str(error):
+        if sqlstate(error) == "23505" and locks.OCCURRENCE_KEY in str(error):
             return lost(execution.task.is_guarded, "another run of this occurrence has completed")
-        return error
+        return cause(execution.lending, error)
 
     async def _settle(self, execution: Execution, result: str | None) -> Outcome:
         """The closing message was sent and its answer is lost: read the row until it is decided."""
@@ -159,6 +155,8 @@ class Closer:
                 pass
             if status not in (None, "running"):
                 if status == "completed":
+                    if execution.lending.said is not None:
+                        execution.lending.said.committed()
                     return execution.outcome("completed", result=result)
                 why = failure(lost(execution.task.is_guarded), self._scrub)
                 # The row is to say what is answered, whoever wrote `lost` first.
@@ -227,6 +225,21 @@ class Closer:
         future = self._recorder.put(runs.END, row)
         future.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         return future
+
+
+def cause(lending: Lending, error: BaseException) -> BaseException:
+    """The error that explains why a transaction could not be closed, better than its own text does."""
+    state = sqlstate(error)
+    if state == "25P02":
+        first = lending.last_error
+        told = f": {str(first).strip().splitlines()[0]}" if first and str(first).strip() else ""
+        return TransactionEnded(
+            "the transaction was already aborted by a statement whose error the task caught"
+            f"{told}. Put such a statement into a savepoint (begin_nested())."
+        )
+    if state in ("3B001", "25P01") or any(text in str(error) for text in locks.ENDED):
+        return ended()
+    return error
 
 
 def is_busy(seat: Seat) -> bool:

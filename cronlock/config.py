@@ -38,6 +38,7 @@ NOT_SECRETS = frozenset({"undefined", "none", "null"})
 SHORTEST_DURATION = timedelta(milliseconds=1)  # shorter is 0 ms to PostgreSQL, which means "no limit"
 LONGEST_TIMEOUT = timedelta(days=24)  # PostgreSQL's timeouts are milliseconds in 31 bits: 24.8 days
 SHORTEST_PING, LONGEST_PING = timedelta(milliseconds=100), timedelta(hours=1)
+SHORTEST_LEASE = SHORTEST_GRACE = timedelta(seconds=2)
 LONGEST_RETENTION = timedelta(days=3650)
 LARGEST_BODY = 128 * 1024**2  # jsonb holds strings below 256 MiB
 
@@ -127,6 +128,21 @@ def _ping(value: object) -> timedelta:
     span = parse_duration(value, longest=LONGEST_PING)
     if span < SHORTEST_PING:
         raise ValueError(f"{_shown(value)} is too short for a ping; write at least '100ms'")
+    return span
+
+
+def _lease(value: object) -> timedelta:
+    return _at_least(SHORTEST_LEASE, value, "a lease, which is renewed three times while it lasts")
+
+
+def _grace(value: object) -> timedelta:
+    return _at_least(SHORTEST_GRACE, value, "a worker to take a lost connection up again")
+
+
+def _at_least(shortest: timedelta, value: object, what: str) -> timedelta:
+    span = parse_duration(value, longest=LONGEST_PING)
+    if span < shortest:
+        raise ValueError(f"{_shown(value)} is too short for {what}; write at least '{format_duration(shortest)}'")
     return span
 
 
@@ -261,6 +277,13 @@ class Settings(BaseSettings):
         about="what only reads there, for Prometheus and dashboards",
         validation_alias="admin_read_secret",
     )
+    webhook_secrets: Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)] = setting(
+        (),
+        "CRONLOCK_WEBHOOK_SECRET",
+        example="$(cronlock secret)",
+        about="what webhooks of invalidations are signed with; commas between",
+        validation_alias="webhook_secret",
+    )
     schema_name: Annotated[str, BeforeValidator(_schema)] = setting(
         "cronlock", "CRONLOCK_SCHEMA", example="cronlock", about="the schema that everything is in"
     )
@@ -303,10 +326,10 @@ class Settings(BaseSettings):
         example="15s",
         about="how often lost runs are looked for",
     )
-    lease: Duration = setting(
+    lease: Annotated[timedelta, BeforeValidator(_lease)] = setting(
         timedelta(seconds=30), "CRONLOCK_LEASE", example="30s", about="how long a worker has a job without renewing it"
     )
-    presence_grace: Duration = setting(
+    presence_grace: Annotated[timedelta, BeforeValidator(_grace)] = setting(
         timedelta(seconds=3),
         "CRONLOCK_PRESENCE_GRACE",
         example="3s",
@@ -361,6 +384,12 @@ class Settings(BaseSettings):
     )
     retention_failed: Retention = setting(
         timedelta(days=90), "CRONLOCK_RETENTION_FAILED", example="90d", about="how long failed runs are kept"
+    )
+    retention_invalidated: Retention = setting(
+        timedelta(days=7),
+        "CRONLOCK_RETENTION_INVALIDATED",
+        example="7d",
+        about="how long invalidations are kept, delivered or not",
     )
     log_format: Literal["json", "text"] = setting(
         "json", "CRONLOCK_LOG_FORMAT", example="text", about="how log lines are written"
@@ -453,6 +482,15 @@ class Settings(BaseSettings):
         self.require_secrets()
         return _texts(self.admin_secrets), _texts(self.admin_read_secrets)
 
+    def require_webhook_secrets(self) -> tuple[str, ...]:
+        """The secrets that webhooks are signed with; raises `ConfigError` if there is none, or if one will not do."""
+        problems = [*_secret_problems("webhook_secret", self.webhook_secrets)]
+        if not self.webhook_secrets:
+            problems.append(_problem("webhook_secret", "missing", "is not set, and a target is a webhook without one"))
+        if problems:
+            raise ConfigError(_report(problems))
+        return _texts(self.webhook_secrets)
+
     def retentions(self) -> dict[str, float]:
         """How many seconds rows are kept, by status: `failed` stands for all others; and the `shortest` of them."""
         kept = {
@@ -474,7 +512,7 @@ class Settings(BaseSettings):
 
     @cached_property
     def _scrubber(self) -> Scrubber:
-        secrets = list(_texts((*self.secrets, *self.admin_secrets, *self.admin_read_secrets)))
+        secrets = list(_texts((*self.secrets, *self.admin_secrets, *self.admin_read_secrets, *self.webhook_secrets)))
         urls = [url for url in (self.database, self.direct_url) if url is not None]
         passwords = [password for url in urls for password in conninfo.passwords(url)]
         return Scrubber(value for value in secrets + passwords if value.lower() not in NOT_SECRETS)

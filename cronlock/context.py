@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid5
@@ -13,8 +13,10 @@ from sqlalchemy.orm import Session
 from cronlock import enqueue
 from cronlock.enqueue import Enqueued, Producer
 from cronlock.errors import LockLost, NotInTransaction, StatementRefused
+from cronlock.invalidation import Outbox, Said
 from cronlock.lending import is_gone
 from cronlock.lines import Lines, TaskLog
+from cronlock.targets import said
 from cronlock.tasks import INT64
 
 if TYPE_CHECKING:
@@ -45,12 +47,14 @@ class Run:
         scrub: Callable[[str], str],
         report: Callable[[dict[str, Any] | None], None],
         producer: Producer,
+        outbox: Outbox,
     ) -> None:
         call = execution.call
         self._execution = execution
         self._session: AsyncSession | Session | None = None
         self._scrub = scrub
         self._report = report
+        self._outbox = outbox
         self._producer = producer
         self._loop = asyncio.get_running_loop()
         self.is_touched = False
@@ -134,6 +138,29 @@ class Run:
             )
         self.is_touched = True
 
+    def invalidate(self, *keys: str, tags: Iterable[str] = (), paths: Iterable[str] = ()) -> None:
+        """Say that keys, tags and paths are stale, to every target of the `Cronlock`: after the commit, never before.
+
+        It is part of the run's transaction: a run that fails, or a savepoint that is rolled back, has said nothing. A
+        task in guard mode has said it when the run completes. Sends nothing itself, and may be called from any thread
+        of the task. What the task returns as `{"cacheKeys": [..]}` is said in the same way.
+
+        Each is a text of 1 to 1,000 characters (2,000 bytes), and there are at most 1,000 of them in a call.
+
+        Raises `PayloadError` for anything else, and `StatementRefused` once the run has ended.
+        """
+        lending = self._execution.lending
+        if lending.is_over:
+            raise StatementRefused("the run has ended; what it invalidates now would never be told")
+        self._say(said(keys, tags, paths))
+
+    def _say(self, change: Any) -> None:
+        execution = self._execution
+        with MAKING:
+            if execution.lending.said is None:
+                execution.lending.said = Said(self._outbox, self.task, self.id, is_job=execution.is_job)
+        execution.lending.said.add(change)
+
     def enqueue(self, name: str, payload: Any = None, *, idempotency_key: str | None = None, **options: Any) -> Any:
         """Write a job of the task `name`, in the run's transaction; in guard mode in one of its own, at once.
 
@@ -174,9 +201,21 @@ class Run:
             guard.check()
 
 
+def take_cache_keys(run: Run, value: Any) -> None:
+    """Invalidate the `cacheKeys` of what the task returned, if it is a dict that has some; raises `PayloadError`."""
+    if isinstance(value, Mapping) and (keys := value.get("cacheKeys")) is not None:
+        run._say(said(keys, (), ()))
+
+
 async def first(writing: Coroutine[Any, Any, list[Enqueued]]) -> Enqueued:
     """The only one of a list."""
     return (await writing)[0]
+
+
+def is_pending(run: Run) -> bool:
+    """Whether the task's session has something that is not flushed."""
+    session = run._session
+    return session is not None and bool(session.new or session.dirty or session.deleted)
 
 
 async def settle(run: Run) -> None:

@@ -34,9 +34,17 @@ class Duties:
         self._worker = worker
         self._grace = database.settings.presence_grace
         self._link = Link(database, statements.prepare())
+        self._sweep_every = max(LOOK_EVERY, database.settings.lease.total_seconds() / 2)
+        self._sweep_at = 0.0
+        """When leases that ran out are looked for although no worker is missing: it may have dropped a job."""
         self._missed: dict[str, float] = {}
-        """When a worker was first seen to be gone, in monotonic seconds."""
+        """When a worker's presence was first seen to be gone, in monotonic seconds."""
         self.recovered = 0
+
+    async def begin(self) -> None:
+        """Put all that is due into its queue, so that a claim finds it; raises what the database does."""
+        while await self._promote() == 0.0:
+            pass
 
     async def keep(self) -> None:
         """Until cancelled."""
@@ -69,26 +77,31 @@ class Duties:
 
     async def _look(self) -> None:
         """Whose lease ran out, whose presence was seen to be gone twice, and which tasks are paused?"""
-        asked = (
-            self._statements.execute("missing", self._worker.id, self._grace),
-            self._statements.execute("paused"),
-        )
-        results = await self._link.send(HEAD + b"; ".join((*asked, b"COMMIT")), SEND_WITHIN)
-        self._worker.paused({row[0] for row in wire.rows(results[3])})
-        now = time.monotonic()
-        rows = wire.rows(results[2])
-        self._missed = {worker: self._missed.get(worker, now) for worker, _ in rows}
-        gone = [worker for worker, since in self._missed.items() if now - since >= self._grace.total_seconds()]
-        late = [worker for worker, is_late in rows if is_late]
-        if gone or late:
+        worker = self._worker
+        missing = self._statements.execute("missing", worker.id, self._grace)
+        suspects = self._statements.execute("suspects", worker.queues, worker.names)
+        sent = time.monotonic()
+        paused = self._statements.execute("paused")
+        results = await self._link.send(b"; ".join((HEAD + missing, suspects, paused, b"COMMIT")), SEND_WITHIN)
+        rows, seen = wire.rows(results[2]), time.monotonic()
+        if wire.rows(results[3])[0][0]:
+            worker.has_suspects = True
+            worker.wake()
+        worker.paused({row[0] for row in wire.rows(results[4])})
+        self._missed = {one: self._missed.get(one, seen) for one, _, is_absent in rows if is_absent}
+        gone = [one for one, since in self._missed.items() if sent - since >= self._grace.total_seconds()]
+        late = [one for one, is_late, _ in rows if is_late]
+        if gone or late or sent >= self._sweep_at:
             await self._recover(gone, sorted({*gone, *late}))
+            self._sweep_at = sent + self._sweep_every * random.uniform(0.8, 1.0)  # noqa: S311 - jitter, not a secret
 
-    async def _recover(self, gone: list[str], suspected: list[str]) -> None:
+    async def _recover(self, gone: list[str], missing: list[str]) -> None:
         while True:
             results = await self._link.send(HEAD + self._statements.execute("recover", gone) + b"; COMMIT", SEND_WITHIN)
             rows = wire.rows(results[2])
             for job_id, task, attempt, most, worker, status, backend_pid in rows:
                 self.recovered += 1
+                self._worker.metrics.jobs_recovered()
                 log.error(
                     "%s: job %s was lost with its worker in attempt %s of %s",
                     task, job_id, attempt, most,
@@ -101,7 +114,8 @@ class Duties:
                 self._worker.wake()
             if len(rows) < jobs.RECOVER_WINDOW:
                 break
-        await self._link.send(HEAD + self._statements.execute("forget", suspected) + b"; COMMIT", SEND_WITHIN)
+        if missing:
+            await self._link.send(HEAD + self._statements.execute("forget", missing) + b"; COMMIT", SEND_WITHIN)
 
     async def _end(self, backend_pid: int, job_id: int) -> None:
         """End the backend that may still have a lost job's transaction open; its token is another one's already."""

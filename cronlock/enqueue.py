@@ -13,10 +13,11 @@ import json
 import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
+from psycopg.rows import tuple_row
 from pydantic import BaseModel
 from sqlalchemy import Connection, CursorResult, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
@@ -103,8 +104,11 @@ def order(
         }
     except ValueError as error:
         raise PayloadError(str(error)) from None
-    if run_at is not None and (delay is not None or run_at.tzinfo is None):
-        raise PayloadError("run_at is a time with its time zone, and excludes delay")
+    if run_at is not None:
+        if delay is not None or run_at.tzinfo is None:
+            raise PayloadError("run_at is a time with its time zone, and excludes delay")
+        if not 1970 < run_at.year < 9999 or run_at > datetime.now(UTC) + LONGEST_DELAY:
+            raise PayloadError(f"run_at is at most {LONGEST_DELAY.days} days from now")
     if keys is None and task.dedupe is not None:
         keys = [derived_key(task, payload) for payload in plain]
     for key in keys or ():
@@ -136,7 +140,12 @@ def derived_key(task: Task, payload: Mapping[str, Any]) -> str:
     """The key of a job where the task says how to find one."""
     dedupe = task.dedupe
     if callable(dedupe):
-        key: str = dedupe(payload)
+        try:
+            key: str = dedupe(payload)
+        except Exception as error:
+            raise PayloadError(
+                f"dedupe of the task {task.name!r} made no key of this payload ({type(error).__name__})"
+            ) from error
         return key
     part = payload if dedupe == "payload" else {name: payload.get(name) for name in dedupe or ()}
     return hashlib.sha256(canonical([task.name, part]).encode()).hexdigest()
@@ -209,7 +218,8 @@ async def on_async(connection: Any, statements: jobs.Statements, wanted: Order) 
         while True:
             statement, values = talking.send(rows)  # type: ignore[arg-type]  # None begins a generator
             if isinstance(connection, psycopg.AsyncConnection):
-                cursor = await connection.execute(statements.text(statement, "%({})s"), values)
+                cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)  # whatever the connection's own are
+                await cursor.execute(statements.text(statement, "%({})s"), values)
                 rows = await cursor.fetchall() if cursor.description else []
             elif isinstance(connection, (AsyncConnection, AsyncSession)):
                 result = await connection.execute(text(statements.text(statement, ":{}")), values)
@@ -232,7 +242,8 @@ def on_sync(connection: Any, statements: jobs.Statements, wanted: Order) -> list
         while True:
             statement, values = talking.send(rows)  # type: ignore[arg-type]  # None begins a generator
             if isinstance(connection, psycopg.Connection):
-                cursor = connection.execute(statements.text(statement, "%({})s"), values)
+                cursor = psycopg.Cursor(connection, row_factory=tuple_row)
+                cursor.execute(statements.text(statement, "%({})s"), values)
                 rows = cursor.fetchall() if cursor.description else []
             elif isinstance(connection, (Connection, Session)):
                 result = connection.execute(text(statements.text(statement, ":{}")), values)
@@ -258,6 +269,13 @@ class Producer:
         """One job of the task `name`, checked; raises what `order` raises, and `UnknownTask`."""
         keys = None if idempotency_key is None else [idempotency_key]
         return order(self.tasks.get(name), [payload], trigger="job", keys=keys, **options)
+
+
+def refused(error: psycopg.Error) -> Unavailable | PayloadError:
+    """What a database's error means for an enqueue: the fault of what was given, or of the moment."""
+    if isinstance(error, psycopg.DataError):
+        return PayloadError(f"the database cannot hold this payload or key ({type(error).__name__})")
+    return unavailable(error)
 
 
 class Enqueuer:
@@ -306,7 +324,11 @@ class Enqueuer:
             results = await self._link.send(message, self._seconds)
             ids = [row[0] for row in wire.rows(results[2])]
         except (psycopg.Error, Unavailable) as error:
-            refusal = error if isinstance(error, Unavailable) else unavailable(error)
+            if isinstance(error, psycopg.DataError) and len(group) > 1:  # for the fault of one of them
+                for one in group:
+                    await self._write_group([one])
+                return
+            refusal = error if isinstance(error, Unavailable) else refused(error)
             for _, future in group:
                 if not future.done():
                     future.set_exception(refusal)
@@ -352,7 +374,7 @@ class Enqueuer:
         except psycopg.errors.LockNotAvailable:
             raise IdempotencyKeyInUse(wanted.keys[0]) from None
         except psycopg.Error as error:
-            raise unavailable(error) from error
+            raise refused(error) from error
         except CronlockError:
             if not is_one:
                 await link.send(b"ROLLBACK", self._seconds)

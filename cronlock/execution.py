@@ -5,11 +5,11 @@ import contextvars
 import inspect
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from cronlock.context import Run
+from cronlock.context import Run, take_cache_keys
 from cronlock.gate import Call
 from cronlock.guard import Guard
 from cronlock.lending import CONTEXT, Lending
@@ -47,6 +47,8 @@ class Returned(NamedTuple):
 
 class Execution:
     """A run from the moment its `running` row is durable."""
+
+    is_job = False
 
     def __init__(
         self,
@@ -155,6 +157,16 @@ def do(execution: "Execution | Attempt", run: Run, context: contextvars.Context)
     if execution.task.is_async:
         return asyncio.get_running_loop().create_task(contain(execution.task, run), context=context)
     return in_thread(execution.task, run, context.run)
+
+
+def heeded(run: Run, returned: Returned) -> Returned:
+    """What the code came to, once the `cacheKeys` in what it returned are said; wrong ones are its error."""
+    if isinstance(returned.value, Mapping):
+        try:
+            take_cache_keys(run, returned.value)
+        except Exception as error:
+            return Returned(error=error)
+    return returned
 
 
 async def contain(task: Task, run: Run) -> Returned:

@@ -23,9 +23,12 @@ from cronlock.locks import quoted, text_of
 VALUE = re.compile(r"\[([a-z_]+)\]")
 """Where a statement for any connection has a value."""
 
+PARAMETER = re.compile(r"\$(\d)")
+"""Where a statement that is prepared has a value."""
+
 CARRIED = (
-    "id, task, queue, priority, payload, trigger, occurrence, idempotency_key, max_attempts, attempts, losses,"
-    " enqueued_at"
+    "id, task, queue, priority, payload, trigger, occurrence, idempotency_key, cron_key, max_attempts, attempts,"
+    " losses, enqueued_at"
 )
 """What a job keeps wherever it is."""
 
@@ -35,10 +38,15 @@ def of(alias: str) -> str:
     return ", ".join(f"{alias}.{column}" for column in CARRIED.split(", "))
 
 
+ENDS = ("completed", "failed", "cancelled")
+
 SUSPECT = 2
 """After so many lost attempts a job is taken alone: it may be what ends its workers."""
 
-CLAIMED = "j.id, j.task, j.payload::text, j.attempts, j.max_attempts, j.trigger, j.occurrence, j.priority"
+CLAIMED = """j.id, j.task, j.payload::text, j.attempts, j.max_attempts, j.trigger, j.occurrence, j.priority,
+       (date_part('epoch', j.started_at - j.run_at) * 1000)::bigint,
+       (date_part('epoch', j.started_at - j.enqueued_at) * 1000)::bigint"""
+"""Its last two columns: for how many milliseconds it was due, and how many ago it was enqueued."""
 
 TAKE = f"""
 UPDATE {{job}} j
@@ -67,9 +75,14 @@ WITH due AS MATERIALIZED (
 CLAIM_SUSPECT = f"""
 WITH due AS MATERIALIZED (
     SELECT j.id FROM {{job}} j
-     WHERE j.queue = $4 AND j.losses >= {SUSPECT} AND j.lease_token IS NULL AND j.task = ANY ($5)
+     WHERE j.queue = ANY ($4) AND j.losses >= {SUSPECT} AND j.lease_token IS NULL AND j.task = ANY ($5)
      ORDER BY j.id LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED)
 {TAKE}"""
+
+SUSPECTS = f"""
+SELECT EXISTS (SELECT FROM {{job}} j
+                WHERE j.queue = ANY ($1) AND j.losses >= {SUSPECT} AND j.lease_token IS NULL AND j.task = ANY ($2))
+"""
 
 ENDED_COLUMNS = f"{CARRIED}, run_at, started_at, worker, status, result, error_type, error_message, log"
 
@@ -113,19 +126,46 @@ attempt AS (
     SELECT g.id, g.attempts, g.attempt_status, g.started_at, g.worker, g.error_type, g.error_message,
            g.error_traceback, g.error_sqlstate, g.log
       FROM gone g WHERE g.attempt_status IS NOT NULL
-        ON CONFLICT (job_id, attempt) DO NOTHING)
+        ON CONFLICT (job_id, attempt) DO UPDATE SET status = excluded.status, started_at = excluded.started_at,
+           finished_at = excluded.finished_at, worker = excluded.worker, error_type = excluded.error_type,
+           error_message = excluded.error_message, error_traceback = excluded.error_traceback,
+           error_sqlstate = excluded.error_sqlstate, log = excluded.log)
 SELECT g.id, g.status FROM gone g
 """
 
-# Given back as if it had not been taken.
-RELEASE = """
-UPDATE {job} j
-   SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
-       backend_pid = NULL
-  FROM unnest($1, $2) AS e(id, token)
- WHERE j.id = e.id AND j.lease_token = e.token
- RETURNING j.id
+# What became of attempts of ours that were not found any more: the message that ended them may have had no answer.
+# `queued` stands for one that is to be tried again.
+FATES = """
+SELECT e.id, coalesce(h.status, 'queued')
+  FROM unnest($1, $2) AS e(id, attempt)
+  LEFT JOIN {job_history} h ON h.id = e.id AND h.attempts = e.attempt AND h.worker = $3
+  LEFT JOIN {job_attempt} a ON a.job_id = e.id AND a.attempt = e.attempt AND a.worker = $3
+ WHERE a.status IS DISTINCT FROM 'lost' AND (h.id IS NOT NULL OR a.job_id IS NOT NULL)
 """
+
+# Given back as if it had not been taken; one that is to be cancelled is, and does not run again.
+GIVE_BACK = f"""
+held AS MATERIALIZED (
+    SELECT j.id, j.cancel_requested_at IS NOT NULL AS is_unwanted FROM {{job}} j JOIN mine m ON m.id = j.id
+     WHERE j.lease_token = m.token FOR NO KEY UPDATE OF j),
+back AS (
+    UPDATE {{job}} j
+       SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
+           backend_pid = NULL
+      FROM held h WHERE j.id = h.id AND NOT h.is_unwanted
+ RETURNING j.id),
+gone AS (
+    DELETE FROM {{job}} j USING held h WHERE j.id = h.id AND h.is_unwanted
+ RETURNING {of("j")}, j.run_at, j.started_at, j.worker, j.cancel_requested_by),
+kept AS (
+    INSERT INTO {{job_history}} ({CARRIED}, run_at, started_at, worker, status, error_type, error_message)
+    SELECT {of("g")}, g.run_at, g.started_at, g.worker, 'cancelled', 'CancelAsked',
+           concat('cancelled by ', coalesce(g.cancel_requested_by, 'an operator'))
+      FROM gone g)
+SELECT b.id FROM back b UNION ALL SELECT g.id FROM gone g
+"""
+
+RELEASE = f"WITH mine AS (SELECT * FROM unnest($1, $2) AS e(id, token)),{GIVE_BACK}"
 
 # Whoever has a row locked is ending it: it is not renewed, and not lost either.
 RENEW = """
@@ -157,16 +197,12 @@ UPDATE {job} j SET progress_done = e.done, progress_total = e.total
  WHERE j.id = e.id AND j.lease_token = e.token
 """
 
-# Claims of which no answer came: what they took is given back as if it had not been taken.
 PAUSED = "SELECT t.name FROM {task} t WHERE t.paused_at IS NOT NULL"
 
-DISOWN = """
-UPDATE {job} j
-   SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
-       backend_pid = NULL
- WHERE j.worker = $1 AND j.lease_token = ANY ($2)
- RETURNING j.id
-"""
+# Claims of which no answer came.
+DISOWN = f"""
+WITH mine AS (
+    SELECT j.id, j.lease_token AS token FROM {{job}} j WHERE j.worker = $1 AND j.lease_token = ANY ($2)),{GIVE_BACK}"""
 
 PROMOTE = f"""
 WITH due AS MATERIALIZED (
@@ -183,19 +219,23 @@ SELECT count(*), (SELECT extract(epoch FROM min(w.run_at) - clock_timestamp())::
 
 # A worker says how long it is there, and by which lock it can be seen.
 SEEN = """
-INSERT INTO {worker} AS w (id, host, pid, release, queues, concurrency, presence_key, has_presence, is_draining,
-       seen_until)
-SELECT s.id, s.host, s.pid, s.release, s.queues, s.concurrency, s.presence_key, s.has_presence, s.is_draining,
-       clock_timestamp() + $2
-  FROM json_to_record($1) AS s(id uuid, host text, pid integer, release text, queues text[], concurrency integer,
-       presence_key bigint, has_presence boolean, is_draining boolean)
+INSERT INTO {worker} AS w (id, host, pid, release, queues, tasks, concurrency, presence_key, has_presence, is_idle,
+       is_draining, seen_until)
+SELECT s.id, s.host, s.pid, s.release, s.queues, s.tasks, s.concurrency, s.presence_key, s.has_presence, s.is_idle,
+       s.is_draining, clock_timestamp() + $2
+  FROM json_to_record($1) AS s(id uuid, host text, pid integer, release text, queues text[], tasks text[],
+       concurrency integer, presence_key bigint, has_presence boolean, is_idle boolean, is_draining boolean)
     ON CONFLICT (id) DO UPDATE SET seen_until = excluded.seen_until, has_presence = excluded.has_presence,
        is_draining = excluded.is_draining
 """
 
 IDLE = "UPDATE {worker} w SET is_idle = $2 WHERE w.id = $1 AND w.is_idle <> $2"
 
-LEAVE = "DELETE FROM {worker} w WHERE w.id = $1"
+# One that left jobs behind is there to be missed.
+LEAVE = """
+DELETE FROM {worker} w
+ WHERE w.id = $1 AND NOT EXISTS (SELECT FROM {job} j WHERE j.worker = w.id AND j.lease_token IS NOT NULL)
+"""
 
 PRESENT = """EXISTS (SELECT FROM pg_catalog.pg_locks l
        WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
@@ -207,24 +247,24 @@ PRESENT = """EXISTS (SELECT FROM pg_catalog.pg_locks l
 # Who has not renewed its leases in time, and whose presence lock is free. After a restart of the server nobody had the
 # time to take it.
 MISSING = f"""
-SELECT w.id::text, w.seen_until < clock_timestamp() AS is_late
-  FROM {{worker}} w
- WHERE w.id <> $1
-   AND (w.seen_until < clock_timestamp()
-        OR (w.has_presence AND NOT {PRESENT} AND pg_postmaster_start_time() + $2 < clock_timestamp()))
+SELECT s.id, s.is_late, s.is_absent
+  FROM (SELECT w.id::text, w.seen_until < clock_timestamp() AS is_late,
+               w.has_presence AND NOT {PRESENT} AND pg_postmaster_start_time() + $2 < clock_timestamp() AS is_absent
+          FROM {{worker}} w WHERE w.id <> $1) s
+ WHERE s.is_late OR s.is_absent
 """
 
 RECOVER_WINDOW = 500
 
-# Jobs whose lease ran out, or whose worker is gone for sure ($1, which is asked again here). One that was lost too
-# often has failed, one that was to be cancelled is; all others may be taken at once. The backends that may still have
-# a transaction of theirs open are told, to be ended by `END_BACKEND`.
+# Jobs whose lease ran out, whatever is known of their worker, or whose worker is gone for sure ($1, which is asked
+# again here). One that was lost too often has failed, one that was to be cancelled is; all others may be taken at once.
+# The backends that may still have a transaction of theirs open are told, to be ended by `END_BACKEND`.
 RECOVER = f"""
 WITH lost AS MATERIALIZED (
     SELECT j.id, j.backend_pid,
            CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'cancelled'
                 WHEN j.attempts >= j.max_attempts THEN 'failed' ELSE 'queued' END AS status
-      FROM {{job}} j JOIN {{worker}} w ON w.id = j.worker
+      FROM {{job}} j LEFT JOIN {{worker}} w ON w.id = j.worker
      WHERE j.lease_token IS NOT NULL
        AND (j.lease_until < clock_timestamp() OR (w.id = ANY ($1) AND w.has_presence AND NOT {PRESENT}))
      ORDER BY j.id LIMIT {RECOVER_WINDOW} FOR NO KEY UPDATE OF j SKIP LOCKED),
@@ -360,14 +400,169 @@ WITH made AS (
 SELECT m.id FROM made m LEFT JOIN told ON true
 """
 
-ONE = "SELECT * FROM {job_status} j WHERE j.id = CAST([id] AS bigint)"
+# A call of the cron URL of a task in queue mode: the task's row is locked by the first statement, so that such calls
+# are decided one after the other, and never beside a pause; the second one sees what the one before it did.
+CALL_LOCK = """
+INSERT INTO {task} AS t (name, mode) VALUES (CAST([task] AS text), 'queue')
+    ON CONFLICT (name) DO UPDATE SET name = excluded.name WHERE false
+"""
+
+# A live job of the cron URL is one of `job` or of `job_waiting`, wherever it is being moved: one snapshot sees both.
+# A name of an occurrence is kept among the idempotency keys, behind a character that no key of a caller can have.
+CALL = f"""
+WITH seen AS MATERIALIZED (
+    SELECT CASE WHEN t.paused_at IS NOT NULL THEN 'paused' WHEN k.job_id IS NOT NULL THEN 'duplicate'
+                WHEN live.id IS NOT NULL THEN 'queued_already' WHEN recent.id IS NOT NULL THEN 'too_soon'
+            END AS reason,
+           coalesce(k.job_id, live.id, recent.id) AS job_id,
+           ceil(date_part('epoch', recent.finished_at + CAST([min_interval] AS interval) - statement_timestamp()))::int
+               AS wait
+      FROM {{task}} t
+      LEFT JOIN {{idempotency_key}} k ON k.task = t.name AND k.key = chr(31) || CAST([occurrence] AS text)
+       AND k.expires_at > clock_timestamp()
+      LEFT JOIN LATERAL (
+           SELECT min(l.id) AS id
+             FROM (SELECT j.id FROM {{job}} j WHERE j.task = t.name AND j.cron_key = CAST([cron_key] AS text)
+                    UNION ALL
+                   SELECT w.id FROM {{job_waiting}} w
+                    WHERE w.task = t.name AND w.cron_key = CAST([cron_key] AS text)) l) live ON true
+      LEFT JOIN LATERAL (
+           SELECT h.id, h.finished_at FROM {{job_history}} h
+            WHERE h.task = t.name AND h.cron_key = CAST([cron_key] AS text) AND h.status = 'completed'
+              AND h.finished_at > statement_timestamp() - CAST([min_interval] AS interval)
+            ORDER BY h.finished_at DESC LIMIT 1) recent ON true
+     WHERE t.name = CAST([task] AS text)),
+new AS MATERIALIZED (SELECT nextval({{job_id}}) AS id FROM seen s WHERE s.reason IS NULL),
+made AS (
+    INSERT INTO {{job}} (id, task, queue, priority, payload, trigger, occurrence, cron_key, max_attempts)
+    SELECT n.id, CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS smallint), CAST([payload] AS jsonb),
+           'http', CAST([occurrence] AS text), CAST([cron_key] AS text), CAST([max_attempts] AS smallint)
+      FROM new n
+ RETURNING id),
+named AS (
+    INSERT INTO {{idempotency_key}} AS k (task, key, fingerprint, job_id, expires_at)
+    SELECT CAST([task] AS text), chr(31) || CAST([occurrence] AS text), '', n.id,
+           clock_timestamp() + CAST([ttl] AS interval)
+      FROM new n WHERE CAST([occurrence] AS text) IS NOT NULL
+        ON CONFLICT (task, key) DO UPDATE SET job_id = excluded.job_id, expires_at = excluded.expires_at),
+{TOLD}
+SELECT s.reason, coalesce(m.id, s.job_id), s.wait, [lock_key]
+  FROM seen s LEFT JOIN made m ON true LEFT JOIN told ON true
+"""
+
+RETRIED = f"""
+    DELETE FROM {{job_history}} h
+     WHERE h.id = ANY (ARRAY(SELECT l.id FROM locked l)) AND h.status IN ('failed', 'cancelled') RETURNING {of("h")}"""
+
+# Ended jobs live again, with their ids: as many attempts more as their task has, which is counted on, so that no number
+# of an attempt is given twice; what they lost workers by is forgotten.
+RETRY = f"""
+WITH locked AS MATERIALIZED ({{chosen}}),
+gone AS ({RETRIED}),
+made AS (
+    INSERT INTO {{job}} ({CARRIED}, run_at)
+    SELECT {
+    of("g")
+    .replace(
+        "g.max_attempts",
+        "least(32767, g.attempts + coalesce(CAST(t.options ->> 'maxAttempts' AS integer), {max_attempts}))",
+    )
+    .replace("g.losses", "0")
+}, clock_timestamp()
+      FROM gone g LEFT JOIN {{task}} t ON t.name = g.task
+ RETURNING id, task),
+{TOLD}
+SELECT m.id, m.task FROM made m LEFT JOIN told ON true ORDER BY m.id
+"""
+
+RETRY_ONE = "SELECT h.id FROM {job_history} h WHERE h.id = {id} FOR UPDATE"
+
+# The dead letters, the oldest first: by the index of those that failed.
+RETRY_FAILED = """
+SELECT h.id FROM {job_history} h
+ WHERE h.status = 'failed' AND h.id > {after} AND ({task_name}::text IS NULL OR h.task = {task_name})
+ ORDER BY h.id LIMIT {limit} FOR UPDATE SKIP LOCKED
+"""
+
+# What nobody works on ends at once; of anything else its worker is told. Both are decided under the lock of the row.
+CANCEL = f"""
+WITH here AS MATERIALIZED (
+    SELECT j.id, j.lease_token IS NOT NULL AND j.lease_until > clock_timestamp() AS is_held
+      FROM {{job}} j WHERE j.id = {{id}} FOR NO KEY UPDATE),
+asked AS (
+    UPDATE {{job}} j SET cancel_requested_at = coalesce(j.cancel_requested_at, clock_timestamp()),
+           cancel_requested_by = coalesce(j.cancel_requested_by, {{by}}::text)
+      FROM here WHERE j.id = here.id AND here.is_held
+ RETURNING j.id),
+gone AS (
+    DELETE FROM {{job}} j USING here WHERE j.id = here.id AND NOT here.is_held
+ RETURNING {of("j")}, j.run_at, j.started_at, j.worker),
+unwaited AS (
+    DELETE FROM {{job_waiting}} w WHERE w.id = {{id}}
+ RETURNING {of("w")}, w.run_at, NULL::timestamptz AS started_at, NULL::uuid AS worker),
+kept AS (
+    INSERT INTO {{job_history}} ({CARRIED}, run_at, started_at, worker, status, error_type, error_message)
+    SELECT {of("e")}, e.run_at, e.started_at, e.worker, 'cancelled', 'CancelAsked',
+           concat('cancelled by ', {{by}}::text)
+      FROM (SELECT * FROM gone UNION ALL SELECT * FROM unwaited) e
+ RETURNING id)
+SELECT a.id, true AS is_asked FROM asked a UNION ALL SELECT k.id, false FROM kept k
+"""
+
+WINDOW = 5000
+"""How many ended jobs a pruner looks at in one transaction."""
+
+# As `runs.OLD`: a window of ended jobs in the order of their ids. Those behind were enqueued later, and so they ended
+# later than this window's were enqueued.
+OLD = """
+WITH seen AS MATERIALIZED (
+    SELECT h.id, h.status, h.enqueued_at, h.finished_at FROM {job_history} h
+     WHERE h.id > {after} ORDER BY h.id LIMIT {window}),
+old AS MATERIALIZED (
+    SELECT s.id, s.status FROM seen s
+     WHERE s.finished_at < clock_timestamp() - make_interval(secs => CASE s.status
+               WHEN 'completed' THEN {completed} ELSE {failed} END))"""
+
+GONE = """
+SELECT (SELECT coalesce(json_object_agg(g.status, g.number), '{{}}')::text
+          FROM (SELECT gone.status, count(*) AS number FROM gone GROUP BY gone.status) g) AS numbers,
+       CASE WHEN count(*) = {window} AND min(s.enqueued_at) < clock_timestamp() - make_interval(secs => {shortest})
+            THEN max(s.id) END AS after
+  FROM seen s
+"""
+
+PRUNE = f"""{OLD},
+locked AS MATERIALIZED (
+    SELECT h.id FROM {{job_history}} h
+     WHERE h.id = ANY (ARRAY(SELECT o.id FROM old o)) FOR UPDATE SKIP LOCKED),
+gone AS (
+    DELETE FROM {{job_history}} h WHERE h.id = ANY (ARRAY(SELECT l.id FROM locked l)) RETURNING h.id, h.status),
+attempts AS (
+    DELETE FROM {{job_attempt}} a WHERE a.job_id = ANY (ARRAY(SELECT g.id FROM gone g)))
+{GONE}"""
+
+PRUNABLE = f"""{OLD},
+gone AS (SELECT o.status FROM old o)
+{GONE}"""
+
+# Keys that have expired, by their index; a row locked by somebody else is his.
+PRUNE_KEYS = """
+WITH old AS MATERIALIZED (
+    SELECT k.task, k.key FROM {idempotency_key} k
+     WHERE k.expires_at < clock_timestamp() ORDER BY k.expires_at LIMIT {window} FOR UPDATE SKIP LOCKED),
+gone AS (
+    DELETE FROM {idempotency_key} k USING old o WHERE k.task = o.task AND k.key = o.key RETURNING 1)
+SELECT count(*) AS number FROM gone
+"""
 
 PREPARED = {
     "claim_next": (CLAIM_NEXT, "uuid, interval, uuid, text, text[], integer, smallint, bigint"),
     "claim": (CLAIM, "uuid, interval, uuid, text, text[], integer"),
-    "claim_suspect": (CLAIM_SUSPECT, "uuid, interval, uuid, text, text[]"),
+    "claim_suspect": (CLAIM_SUSPECT, "uuid, interval, uuid, text[], text[]"),
+    "suspects": (SUSPECTS, "text[], text[]"),
     "done": (DONE, "bigint[], uuid[]"),
     "end": (END, "json"),
+    "fates": (FATES, "bigint[], smallint[], uuid"),
     "release": (RELEASE, "bigint[], uuid[]"),
     "renew": (RENEW, "bigint[], uuid[], interval"),
     "cancelled": (CANCELLED, "bigint[]"),
@@ -409,10 +604,15 @@ encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def literal(value: Any) -> bytes:
-    """A value as SQL in ASCII: a number, text, a time, a span, a UUID, None, a mapping as JSON, or a list of these."""
+    """A value as SQL in ASCII: a number, text, a time, a span, a UUID, None, a mapping as JSON, or a list of these.
+
+    Bytes are SQL already.
+    """
     match value:
         case None:
             return b"NULL"
+        case bytes():
+            return value
         case bool():
             return b"true" if value else b"false"
         case int():
@@ -439,18 +639,33 @@ def item(value: Any) -> str:
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-class Statements:
-    """The statements of one schema: put together once, executed by their name on a connection that has `prepare`d."""
+TABLES = ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker", "job_status", "task")
 
-    def __init__(self, schema: str) -> None:
-        names = ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker", "job_status", "task")
-        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in names}
-        sequence = sql.Identifier(schema, "job_id").as_string(None)
-        self._names["job_id"] = sql.SQL("{}::regclass").format(sql.Literal(sequence))
+
+def names_of(schema: str) -> dict[str, sql.Composable]:
+    """What the statements have in braces: tables, the sequence, the channel."""
+    sequence = sql.Identifier(schema, "job_id").as_string(None)
+    return {
+        **{name: sql.Identifier(schema, name) for name in TABLES},
+        "job_id": sql.SQL("{}::regclass").format(sql.Literal(sequence)),
+        "channel": sql.Literal(f"{CHANNEL}:{schema}"),
+    }
+
+
+class Statements:
+    """The statements of one schema, put together once.
+
+    They are executed by their name on a connection that has `prepare`d; or, unless `is_prepared`, sent whole each time,
+    for connections that a pooler shares out.
+    """
+
+    def __init__(self, schema: str, *, is_prepared: bool = True) -> None:
+        self.is_prepared = is_prepared
+        self._whole: dict[str, list[str]] = {}
+        self._names = names_of(schema)
         self._cut: dict[str, list[tuple[str, bool]]] = {}
         self._complete_job = sql.Identifier(schema, "complete_job")
         self.channel = f"{CHANNEL}:{schema}"
-        self._names["channel"] = sql.Literal(self.channel)
 
     def prepare(self, names: Sequence[str] = tuple(PREPARED)) -> bytes:
         """A message after which `execute` works on a connection."""
@@ -477,9 +692,22 @@ class Statements:
         return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(values[value]) for value in types))
 
     def execute(self, name: str, *values: Any) -> bytes:
-        """One prepared statement with its values."""
-        given = b"(%s)" % b", ".join(literal(value) for value in values) if values else b""
-        return b"EXECUTE cronlock_%s%s" % (name.encode(), given)
+        """One of the statements with its values."""
+        if self.is_prepared:
+            given = b"(%s)" % b", ".join(literal(value) for value in values) if values else b""
+            return b"EXECUTE cronlock_%s%s" % (name.encode(), given)
+        types = PREPARED[name][1].split(", ") if values else []
+        cast = [b"CAST(%s AS %s)" % (literal(value), kind.encode()) for value, kind in zip(values, types, strict=True)]
+        if (pieces := self._whole.get(name)) is None:
+            cut = PARAMETER.split(PREPARED[name][0])
+            pieces = self._whole[name] = [sql.SQL(piece).format(**self._names).as_string(None) for piece in cut]
+        return b"".join(
+            cast[int(piece) - 1] if place % 2 else piece.encode() for place, piece in enumerate(pieces)
+        ).strip()
+
+    def compose(self, statement: str, **values: Any) -> bytes:
+        """A statement with its values, all of them in braces."""
+        return sql.SQL(statement).format(**self._names, **values).as_bytes(None)
 
     def fill(self, statement: str, values: Mapping[str, Any]) -> bytes:
         """A statement whose values are `[name]`, with them, as a message."""
@@ -489,7 +717,12 @@ class Statements:
 
     def text(self, statement: str, style: str) -> str:
         """A statement for somebody else's connection, whose values are `[name]`; `style` such as "%({})s" or ":{}"."""
-        return "".join(style.format(piece) if is_value else piece for piece, is_value in self._pieces(statement))
+        mark = style[0]  # elsewhere, as in the name of a schema, it stands for itself
+        escaped = {"%": "%%", ":": "\\:"}[mark]
+        return "".join(
+            style.format(piece) if is_value else piece.replace(mark, escaped)
+            for piece, is_value in self._pieces(statement)
+        )
 
     def _pieces(self, statement: str) -> list[tuple[str, bool]]:
         """A statement's text, and the names of its values, in turn."""
@@ -523,6 +756,6 @@ class Statements:
 
 
 @lru_cache(maxsize=8)
-def statements(schema: str) -> Statements:
+def statements(schema: str, *, is_prepared: bool = True) -> Statements:
     """The statements of a schema, put together once."""
-    return Statements(schema)
+    return Statements(schema, is_prepared=is_prepared)

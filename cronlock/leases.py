@@ -13,7 +13,7 @@ import psycopg
 
 from cronlock import jobs, wire
 from cronlock.attempt import Attempt
-from cronlock.database import Database
+from cronlock.database import Database, unavailable
 from cronlock.errors import Unavailable
 from cronlock.execution import Stop
 from cronlock.link import Link
@@ -51,6 +51,14 @@ class Leases:
         self._renew_at = 0.0
         self._look_at = 0.0
 
+    async def begin(self) -> None:
+        """Say that the worker is there, before it takes anything; raises `Unavailable`."""
+        try:
+            await self._renew()
+        except psycopg.Error as error:
+            raise unavailable(error) from error
+        self._renew_at = time.monotonic() + self._interval
+
     async def keep(self) -> None:
         """Until cancelled, which is to come last."""
         while True:
@@ -81,7 +89,7 @@ class Leases:
             timeout = attempt.task.timeout
             if attempt.lease.until <= now + TICK or is_unseen:
                 self._worker.stop(attempt, Stop("lost", "the lease of the job could not be renewed"))
-            elif timeout is not None and now - attempt.started > timeout.total_seconds():
+            elif timeout is not None and attempt.code and now - attempt.started > timeout.total_seconds():
                 seconds = timeout.total_seconds()
                 self._worker.stop(attempt, Stop("timed_out", f"the task ran over its timeout of {seconds:g} s"))
 
@@ -96,12 +104,14 @@ class Leases:
             "pid": instance.pid,
             "release": instance.release,
             "queues": self._worker.queues,
+            "tasks": self._worker.names,
             "concurrency": self._worker.concurrency,
             "presence_key": presence.key if presence else 0,
             "has_presence": bool(presence and presence.is_held),
+            "is_idle": self._worker.is_said_idle,
             "is_draining": self._worker.is_draining,
         }
-        held = list(self._worker.running.values())
+        held = self._worker.held
         sent = time.monotonic()
         message = [self._statements.execute("seen", row, self._ttl)]
         if held:

@@ -6,6 +6,7 @@ catches the error. Raw SQL that ends the transaction cannot be refused; the next
 the closing message finds out the rest (see `locks`).
 """
 
+import asyncio
 import os
 import select
 import socket
@@ -13,17 +14,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
 from psycopg.adapt import AdaptersMap
 from psycopg.errors import Diagnostic
-from psycopg.pq import ExecStatus, TransactionStatus
+from psycopg.pq import ExecStatus, PipelineStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
 from cronlock import wire
 from cronlock.errors import LockLost, StatementRefused, TransactionEnded, TransactionRefused
 from cronlock.wire import Row
+
+if TYPE_CHECKING:
+    from cronlock.invalidation import Said
 
 GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
@@ -49,6 +53,8 @@ class Lending:
         self.in_flight = 0
         self.opening: Opening | None = None
         """What begins the transaction, where it begins with the task's first statement."""
+        self.said: Said | None = None
+        """What the task said is stale; it is written before the next statement, so that it shares its savepoint."""
 
     def refuse(self, what: str) -> TransactionRefused:
         """The error for `what`; the run is failed by the first of them."""
@@ -141,6 +147,21 @@ class Refusing:
             lending.admit(self.pgconn.transaction_status)  # type: ignore[attr-defined]  # psycopg's, beside us
         return lending
 
+    def unwritten(self, lending: Lending, said: "Said") -> bytes:
+        """What the task said and is to be written before its next statement, if that can be now.
+
+        In an aborted transaction it was said within what is about to be rolled back to a savepoint. In the middle of a
+        COPY, a stream or a pipeline nothing can be sent; it is written after that.
+        """
+        pgconn = self.pgconn  # type: ignore[attr-defined]  # psycopg's, beside us
+        if not said.is_waiting or lending.is_over or lending.stopped:
+            return b""
+        if pgconn.transaction_status == TransactionStatus.INERROR:
+            said.drop()
+        if pgconn.transaction_status != TransactionStatus.INTRANS or pgconn.pipeline_status != PipelineStatus.OFF:
+            return b""
+        return said.take()
+
 
 class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
     """psycopg's `AsyncConnection`, lent to `async def` tasks."""
@@ -152,8 +173,11 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
         self.server_cursor_factory = psycopg.AsyncServerCursor
 
     async def wait(self, *args: Any, **kwargs: Any) -> Any:
-        if (lending := self.lent()) is not None and lending.opening is not None:
-            await self._begin(lending, lending.opening)
+        if (lending := self.lent()) is not None:
+            if lending.opening is not None:
+                await self._begin(lending, lending.opening)
+            if lending.said is not None and (message := self.unwritten(lending, lending.said)):
+                await self._write(lending, message)
         if (lending := self.admit()) is None:
             return await super().wait(*args, **kwargs)
         lending.in_flight += 1
@@ -171,6 +195,23 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
         lending.in_flight += 1
         try:
             opening.opened(wire.rows((await wire.send(self, opening.message()))[-1]))
+        except Exception as error:  # without it nothing of the task can be committed, whatever the task makes of that
+            lending.fault = lending.fault or error
+            raise
+        finally:
+            lending.in_flight -= 1
+
+    async def _write(self, lending: Lending, message: bytes) -> None:
+        lending.in_flight += 1
+        writing = asyncio.ensure_future(wire.send(self, message))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait((writing,))  # nothing may be sent in the middle of a message
+            raise
+        except psycopg.Error as error:
+            lending.note(error)
+            raise
         finally:
             lending.in_flight -= 1
 
@@ -216,8 +257,11 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
         self.server_cursor_factory = psycopg.ServerCursor
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        if (lending := self.lent()) is not None and lending.opening is not None:
-            self._begin(lending, lending.opening)
+        if (lending := self.lent()) is not None:
+            if lending.opening is not None:
+                self._begin(lending, lending.opening)
+            if lending.said is not None and (message := self.unwritten(lending, lending.said)):
+                self._write(lending, message)
         if (lending := self.admit()) is None:
             return super().wait(*args, **kwargs)
         lending.in_flight += 1
@@ -238,6 +282,20 @@ class ThreadTaskConnection(Refusing, psycopg.Connection[Any]):
             if result.status == ExecStatus.FATAL_ERROR:
                 raise wire.refusal(result)
             opening.opened(wire.rows(result))
+        except Exception as error:  # as above
+            lending.fault = lending.fault or error
+            raise
+        finally:
+            lending.in_flight -= 1
+
+    def _write(self, lending: Lending, message: bytes) -> None:
+        lending.in_flight += 1
+        try:
+            result = self.pgconn.exec_(message)
+            if result.status == ExecStatus.FATAL_ERROR:
+                error = wire.refusal(result)
+                lending.note(error)
+                raise error
         finally:
             lending.in_flight -= 1
 

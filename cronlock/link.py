@@ -29,6 +29,9 @@ class Link:
             connection = await self._open(seconds)
             try:
                 return await within(seconds, connection, wire.send(connection, message))
+            except psycopg.errors.ReadOnlySqlTransaction:
+                await self.close()  # a session stays as it was made, though the server may be written to again
+                raise
             except psycopg.Error:
                 await self._mend(connection, seconds)
                 raise
@@ -48,8 +51,12 @@ class Link:
                 if isinstance(error, psycopg.Error)
                 else Unavailable("database_unavailable", "the database did not answer in time")
             ) from error
-        if self._database.keeps_records_apart:
-            await within(seconds, connection, wire.send(connection, self._preparing))
+        try:
+            if self._database.keeps_records_apart:
+                await within(seconds, connection, wire.send(connection, self._preparing))
+        except BaseException:
+            await connection.close()
+            raise
         self._connection = connection
         return connection
 

@@ -24,8 +24,8 @@ from cronlock.tasks import Task
 
 STATEMENT_MARGIN = timedelta(seconds=5)
 IDLE_MARGIN = timedelta(seconds=10)
-# What the function complete_run raises; see migrations/versions.
-ENDED = "cronlock: this is not the transaction that took the lock"
+# What the functions complete_run and complete_job raise; see migrations/versions.
+ENDED = ("cronlock: this is not the transaction that took the lock", "cronlock: this is not the transaction of the job")
 NO_ROW = "cronlock: no open run row"
 OCCURRENCE_KEY = "run_occurrence_key"
 """The index by which no occurrence completes twice."""
@@ -189,9 +189,10 @@ def job_opening(task: Task, server: Server, name: str, mark: sql.Composable, che
     return join(lines)
 
 
-def job_closing(complete: sql.Composable) -> bytes:
-    """Commit a job's work together with its end, which `complete` writes, or raise."""
-    return join([*before_closing(), complete, *LEFTOVERS, sql.SQL("COMMIT")])
+def job_closing(complete: sql.Composable, said: bytes = b"") -> bytes:
+    """Commit a job's work together with `said` and with its end, which `complete` writes, or raise."""
+    lines = [*before_closing(), *([sql.SQL(said.decode())] if said else []), complete, *LEFTOVERS, sql.SQL("COMMIT")]
+    return join(lines)
 
 
 RESETS = [sql.SQL("RESET SESSION AUTHORIZATION"), sql.SQL("RESET ROLE"), sql.SQL("RESET ALL")]
@@ -238,23 +239,26 @@ class Closing:
     @staticmethod
     def _compose(schema: str, is_touched: bool) -> list[bytes]:
         hole = sql.SQL("\0")
-        complete = sql.SQL("SELECT {}({}, {}, {}, {}, {})").format(
-            sql.Identifier(schema, "complete_run"), hole, hole, hole, is_touched, hole
+        complete = sql.SQL("{}SELECT {}({}, {}, {}, {}, {})").format(
+            hole, sql.Identifier(schema, "complete_run"), hole, hole, hole, is_touched, hole
         )
         lines = [*before_closing(), complete, *LEFTOVERS] if is_touched else [complete]
         return join([*lines, sql.SQL("COMMIT")]).split(b"\0")
 
-    def message(self, run_id: int, opened_us: int, result: str | None, is_touched: bool, log: str | None) -> bytes:
+    def message(
+        self, run_id: int, opened_us: int, result: str | None, is_touched: bool, log: str | None, also: bytes = b""
+    ) -> bytes:
         """The closing of one run.
 
         `result` is JSON text in ASCII, so that the message is the same in every client_encoding a task may
-        have set; `log` is any text. `is_touched` says whether the task was handed its connection: if not, there is
-        nothing of its doing to reset.
+        have set; `log` is any text; `also` is a statement to be part of it. `is_touched` says whether the task was
+        handed its connection: if not, there is nothing of its doing to reset.
         """
-        start, comma, comma, touched, end = self._pieces[is_touched]
+        before, start, comma, comma, touched, end = self._pieces[is_touched]
+        first = before + also + b"; " if also else before
         said = b"NULL" if result is None else quoted(result)
         lines = b"NULL" if log is None else text_of(log)
-        return b"".join((start, b"%d" % run_id, comma, b"%d" % opened_us, comma, said, touched, lines, end))
+        return b"".join((first, start, b"%d" % run_id, comma, b"%d" % opened_us, comma, said, touched, lines, end))
 
 
 def quoted(text: str) -> bytes:

@@ -18,8 +18,11 @@ from psycopg import sql
 
 from cronlock import locks, wire
 from cronlock.database import Database, within
+from cronlock.lending import is_gone
 
 PING = 1.0
+LOOK = 0.1
+"""Seconds between two looks whether the server has closed the connection: others may see that the lock is free."""
 PAUSE = 0.2
 
 
@@ -28,6 +31,8 @@ class Presence:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        server = database.server
+        self._has_transaction_timeout = server is not None and server.version >= 170000
         self.key = random.getrandbits(63)
         self.is_held = False
         self.heard = 0.0
@@ -57,6 +62,7 @@ class Presence:
         opening = locks.join(
             [
                 sql.SQL("BEGIN ISOLATION LEVEL READ COMMITTED"),
+                *([sql.SQL("SET LOCAL transaction_timeout = 0")] if self._has_transaction_timeout else []),
                 locks.set_local(
                     {
                         "statement_timeout": 30000,
@@ -75,7 +81,11 @@ class Presence:
         self.heard = sent
         self._set(True)
         while True:
-            await asyncio.sleep(PING)
+            ping_at = time.monotonic() + PING
+            while time.monotonic() < ping_at:
+                if is_gone(connection):
+                    raise psycopg.OperationalError("the server has closed the connection")
+                await asyncio.sleep(LOOK)
             sent = time.monotonic()
             await within(PING, connection, wire.send(connection, locks.PING))
             self.heard = sent

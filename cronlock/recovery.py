@@ -9,10 +9,13 @@ import json
 import logging
 import random
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 
 import psycopg
 
-from cronlock import explain, runs, stats
+from cronlock import explain, invalidation, jobs, runs, stats
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.readiness import Readiness
@@ -57,6 +60,21 @@ async def prune(database: Database, statements: runs.Statements, after: int = 0)
     return sum(json.loads(numbers).values()), following
 
 
+async def prune_jobs(database: Database, after: int = 0) -> tuple[int, int | None]:
+    """As `prune`, for jobs that have ended."""
+    of_jobs = jobs.statements(database.settings.schema_name)
+    message = of_jobs.compose(jobs.PRUNE, after=after, window=jobs.WINDOW, **database.settings.retentions())
+    ((numbers, following),) = await transact(database, message)
+    return sum(json.loads(numbers).values()), following
+
+
+async def prune_keys(database: Database, _: int = 0) -> tuple[int, int | None]:
+    """Delete so many idempotency keys that have expired; 0 as where the next begins, if there may be more."""
+    message = jobs.statements(database.settings.schema_name).compose(jobs.PRUNE_KEYS, window=jobs.WINDOW)
+    ((number,),) = await transact(database, message)
+    return number, 0 if number == jobs.WINDOW else None
+
+
 async def transact(database: Database, message: bytes) -> list[Row]:
     """Send one statement in a transaction of its own on a recording connection; its rows."""
     limit = database.settings.acquire_timeout.total_seconds() + 10
@@ -79,8 +97,8 @@ class Timer:
         self._readiness = readiness
         self._told: dict[tuple[str, int], float] = {}
         """Of a task and the first skip of a row of them: how many milliseconds when it was last said."""
-        self._prune_after = 0
-        self._prune_at = 0.0
+        self._prunes = {"runs": Walk(), "jobs": Walk(), "keys": Walk()}
+        self._forget_at = 0.0
 
     async def run(self) -> None:
         """Forever, until cancelled."""
@@ -105,6 +123,7 @@ class Timer:
         usual = await transact(self._database, statements.fill(runs.USUAL, names=names)) if names else []
         self._runner.attempts.skips.usual_seconds = {name: seconds for name, seconds in usual if seconds is not None}
         await self._prune()
+        await self._prune_invalidations()
         await self._tell_blocked()
 
     async def _tell_blocked(self) -> None:
@@ -127,15 +146,64 @@ class Timer:
                 )  # fmt: skip
 
     async def _prune(self) -> None:
-        """Go on with the walk through the old rows, a little at a time; at its end rest, then begin anew."""
-        if time.monotonic() < self._prune_at:
-            return
+        """Go on with the walks through old rows, each a little at a time; at its end one rests, then begins anew."""
+        database, statements = self._database, self._runner.statements
+        pruning: dict[str, Callable[[int], Awaitable[tuple[int, int | None]]]] = {
+            "runs": partial(prune, database, statements),
+            "jobs": partial(prune_jobs, database),
+            "keys": partial(prune_keys, database),
+        }
+        for name, walk in self._prunes.items():
+            if time.monotonic() >= walk.at:
+                await self._walk(walk, pruning[name])
+
+    async def _walk(self, walk: "Walk", pruning: Callable[[int], Awaitable[tuple[int, int | None]]]) -> None:
         for _ in range(PRUNE_WINDOWS):
-            deleted, following = await prune(self._database, self._runner.statements, self._prune_after)
+            deleted, following = await pruning(walk.after)
             self._runner.metrics.pruned(deleted)
-            self._prune_after = following or 0
+            walk.after = following or 0
             if following is None:
                 rest = min(PRUNE_REST, self._database.settings.retentions()["shortest"] / 10)
-                self._prune_at = time.monotonic() + rest
+                walk.at = time.monotonic() + rest
                 return
             await asyncio.sleep(PRUNE_PAUSE)
+
+    async def _prune_invalidations(self) -> None:
+        """Delete what is over its retention, and say what no process will ever deliver; once an hour."""
+        if time.monotonic() < self._forget_at:
+            return
+        settings = self._database.settings
+        statements = invalidation.statements(settings.schema_name)
+        kept = settings.retention_invalidated.total_seconds()
+        for _ in range(PRUNE_WINDOWS):
+            rows = await transact(self._database, statements.fill(invalidation.PRUNE, kept=kept))
+            self._runner.metrics.pruned(sum(number for _, number, _ in rows))
+            for target, _, given_up in rows:
+                if given_up:
+                    log.error(
+                        "%s invalidations are given up: the target %s has not taken them for %g days",
+                        given_up, target, kept / 86400,
+                        extra={"event": "invalidation.given_up", "target": target, "rows": given_up},
+                    )  # fmt: skip
+            if sum(number for _, number, _ in rows) < invalidation.PRUNE_WINDOW:
+                break
+            await asyncio.sleep(PRUNE_PAUSE)
+        else:
+            return
+        self._forget_at = time.monotonic() + min(PRUNE_REST, kept / 10)
+        await transact(self._database, statements.fill(invalidation.FORGET, kept=kept))
+        for target, unseen, oldest in await transact(self._database, statements.fill(invalidation.LEFT)):
+            log.warning(
+                "invalidations wait for the target %s, the oldest for %s s, but no process has had it for %s s:"
+                " register it again, or delete its rows of invalidation and invalidation_target",
+                target, oldest, unseen,
+                extra={"event": "invalidation.no_process", "target": target},
+            )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Walk:
+    """How far a walk through old rows has come, and when (in monotonic seconds) the next step is due."""
+
+    after: int = 0
+    at: float = 0.0

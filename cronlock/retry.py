@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from cronlock.errors import Cancel, Retry
+from cronlock.errors import Cancel, IdempotencyKeyInUse, LockLost, Retry, Unavailable
 
 BASE = 1.0
 """Seconds within which the second attempt begins."""
@@ -41,12 +41,14 @@ def is_transient(error: BaseException, retry_on: Sequence[type[BaseException]] |
     """Whether the same call may succeed later.
 
     `retry_on`, if given, is a task's own list of exception types: those and no others, but for what cannot have been
-    the task's fault, a conflict of transactions or a lost connection.
+    the task's fault: a conflict of transactions, a lost connection, a lost lease, a database that is not there.
     """
     if isinstance(error, Retry):
         return True
-    if isinstance(error, Cancel):
+    if isinstance(error, (Cancel, SystemExit)):
         return False
+    if isinstance(error, (IdempotencyKeyInUse, LockLost, Unavailable)):
+        return True
     state = sqlstate(error)
     if state is not None and state[:2] in ("08", "40"):
         return True
@@ -111,6 +113,7 @@ NETWORK_ERRORS = {
     "aiohttp.ClientConnectionError",
     "urllib3.HTTPError",
     "urllib.URLError",
+    "sqlalchemy.TimeoutError",
 }
 
 

@@ -19,9 +19,10 @@ from cronlock.context import Run
 from cronlock.database import Database
 from cronlock.enqueue import Producer
 from cronlock.errors import Unavailable
-from cronlock.execution import Execution, Returned, Stop, do
+from cronlock.execution import Execution, Returned, Stop, do, heeded
 from cronlock.gate import Call, Gate
 from cronlock.guard import Guard
+from cronlock.invalidation import Outbox
 from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome, failure
 from cronlock.recording import Recorder
@@ -50,7 +51,9 @@ class Runner:
         scrub: Callable[[str], str],
         metrics: Metrics,
         producer: Producer,
+        outbox: Outbox,
     ) -> None:
+        self._outbox = outbox
         self.metrics = metrics
         self.recorder = recorder
         self.statements = statements
@@ -111,7 +114,9 @@ class Runner:
 
     async def _do(self, execution: Execution) -> Outcome:
         task, seat, lending = execution.task, execution.seat, execution.lending
-        run = execution.run = Run(execution, self._scrub, lambda said: self._say(execution, said), self._producer)
+        run = execution.run = Run(
+            execution, self._scrub, lambda said: self._say(execution, said), self._producer, self._outbox
+        )
         watching = self._guard(execution) if task.is_guarded else None
         loop = asyncio.get_running_loop()
         seat.connection.lending = lending
@@ -136,7 +141,7 @@ class Runner:
                 await watching()
             execution.is_doing = False
             lending.is_over = True
-        return await self._closer.close(execution, run, returned)
+        return await self._closer.close(execution, run, heeded(run, returned))
 
     def _guard(self, execution: Execution) -> Callable[[], Coroutine[Any, Any, None]]:
         """Ping the run's connection from now on, until what this gives is awaited."""

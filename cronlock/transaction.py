@@ -11,8 +11,8 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from cronlock import locks
-from cronlock.closing import CLOSE_MARGIN, RECORD_WAIT, ended, is_busy, left_open
-from cronlock.context import close, settle
+from cronlock.closing import CLOSE_MARGIN, RECORD_WAIT, cause, ended, is_busy, left_open
+from cronlock.context import close, is_pending, settle
 from cronlock.database import within
 from cronlock.errors import LockLost
 from cronlock.execution import Returned
@@ -51,6 +51,11 @@ class Transaction:
             raise LockLost("the lease of the job is another worker's now")
         ((self.opened_us,),) = rows
 
+    async def _begin(self) -> None:
+        """Begin it although the task sent no statement."""
+        self._attempt.lending.opening = None
+        self.opened((await self._seat.send(self.message(), -1)).rows)
+
     async def commit(self, returned: Returned) -> "Committed":
         """Complete the job in it, if there is one and the code was good; else what is to be undone and why."""
         attempt, seat, run = self._attempt, self._seat, self._attempt.run
@@ -58,9 +63,11 @@ class Transaction:
         error = returned.error or attempt.lending.fault
         if error is None and run.is_touched and not is_gone(seat.connection):
             try:
-                await settle(run)  # which may be its first statement
+                if self.opened_us is None and is_pending(run):
+                    await self._begin()  # nothing that cronlock itself sends does
+                await settle(run)
             except BaseException as flushing:
-                error = flushing
+                error = cause(attempt.lending, flushing)
         error = error or attempt.lending.fault
         if error is not None or self.opened_us is None:
             return Committed(Returned(returned.value, error), False)
@@ -71,13 +78,14 @@ class Transaction:
         attempt.lending.is_over = True
         result = dump_result(returned.value)
         complete = self._statements.complete(attempt.run_id, attempt.token, self.opened_us, result, attempt.log())
-        message = locks.job_closing(complete)
+        said = attempt.lending.said
+        message = locks.job_closing(complete, b"" if said is None else said.take())
         timeout = attempt.task.timeout
         limit = CLOSE_MARGIN if timeout is None else timeout.total_seconds() + CLOSE_MARGIN
         try:
             reply = await within(limit, seat.connection, seat.send(message, locks.LEFT_AT[True]))
         except psycopg.Error as failed:
-            return Committed(Returned(error=failed), False)
+            return Committed(Returned(error=cause(attempt.lending, failed)), False)
         if reply.tag != "COMMIT":
             return Committed(Returned(error=ended()), False)
         if reply.rows and reply.rows[0][-1]:

@@ -1,7 +1,7 @@
 """Reports on request: a route of your own enqueues a job in its own transaction, a worker makes the report, once.
 
 python -m examples.reports                   # its table
-uvicorn examples.reports:app
+uvicorn --factory examples.reports:app
 cronlock worker examples.reports:cron
 """
 
@@ -95,15 +95,10 @@ async def show_report(request: Request) -> JSONResponse:
     return JSONResponse({"id": row.id, "userId": row.user_id, "body": row.body, "madeAt": made_at})
 
 
-# cronlock's routes, and all else to this application.
-app = cron.app(
-    fallback=Starlette(
-        routes=[
-            Route("/reports", request_report, methods=["POST"]),
-            Route("/reports/{id:int}", show_report),
-        ]
-    )
-)
+def app() -> Starlette:
+    """cronlock's routes, and all else to an application of our own."""
+    routes = [Route("/reports", request_report, methods=["POST"]), Route("/reports/{id:int}", show_report)]
+    return cron.app(fallback=Starlette(routes=routes))
 
 
 def main() -> None:

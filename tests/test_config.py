@@ -41,6 +41,11 @@ DEFAULTS = {
     "acquire_timeout": "5s",
     "drain_timeout": "25s",
     "recover_interval": "15s",
+    "lease": "30s",
+    "presence_grace": "3s",
+    "worker_concurrency": "10",
+    "max_attempts": "5",
+    "idempotency_ttl": "1h",
     "max_body": "1MiB",
     "pool_size": "10",
     "record_pool_size": "2",
@@ -92,6 +97,11 @@ VALUES = {
     "acquire_timeout": ("CRONLOCK_ACQUIRE_TIMEOUT", "500ms", timedelta(milliseconds=500)),
     "drain_timeout": ("CRONLOCK_DRAIN_TIMEOUT", "1h", timedelta(hours=1)),
     "recover_interval": ("CRONLOCK_RECOVER_INTERVAL", "30", timedelta(seconds=30)),
+    "lease": ("CRONLOCK_LEASE", "2s", timedelta(seconds=2)),
+    "presence_grace": ("CRONLOCK_PRESENCE_GRACE", "5s", timedelta(seconds=5)),
+    "worker_concurrency": ("CRONLOCK_WORKER_CONCURRENCY", "50", 50),
+    "max_attempts": ("CRONLOCK_MAX_ATTEMPTS", "1", 1),
+    "idempotency_ttl": ("CRONLOCK_IDEMPOTENCY_TTL", "1d", timedelta(days=1)),
     "max_body": ("CRONLOCK_MAX_BODY", "64KiB", 65536),
     "pool_size": ("CRONLOCK_POOL_SIZE", "20", 20),
     "record_pool_size": ("CRONLOCK_RECORD_POOL_SIZE", "3", 3),
@@ -139,6 +149,13 @@ def test_a_blank_variable_is_one_that_is_not_set(environment: pytest.MonkeyPatch
         for name in env_names(field):
             environment.setenv(name, "  ")
     assert Settings.load().describe() == DEFAULTS
+
+
+@pytest.mark.parametrize("name", ["lease", "presence_grace"])
+def test_a_lease_and_a_grace_that_no_worker_could_keep_are_refused(name: str) -> None:
+    assert f"CRONLOCK_{name.upper()}): '1.9s' is too short" in refusal(**{name: "1.9s"})
+    assert "write at least '2s'" in refusal(**{name: "1.9s"})
+    assert "longer than 1h" in refusal(**{name: "61m"})
 
 
 def test_settings_cannot_be_changed() -> None:

@@ -418,7 +418,8 @@ def test_a_log_that_two_threads_ask_for_at_once_is_one(monkeypatch: pytest.Monke
     execution: Any = SimpleNamespace(
         call=call, seat=None, run_id=1, attempt=1, instance="i", lines=None, has_logged=True
     )
-    run = Run(execution, str, lambda said: None)
+    nobody: Any = None
+    run = Run(execution, str, lambda said: None, nobody, nobody)
     threads = [threading.Thread(target=lambda word=word: run.log.info(word)) for word in ("one", "two")]
     for thread in threads:
         thread.start()

@@ -33,7 +33,7 @@ SELECT n.nspname, d.classid::regclass::text, pg_describe_object(d.classid, d.obj
 """
 COLUMNS = """
 SELECT c.relname, c.relkind, a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attidentity,
-       pg_get_expr(d.adbin, d.adrelid)
+       replace(pg_get_expr(d.adbin, d.adrelid), quote_ident(n.nspname) || '.', '')
   FROM pg_attribute a
   JOIN pg_class c ON c.oid = a.attrelid
   JOIN pg_namespace n ON n.oid = c.relnamespace

@@ -1,0 +1,63 @@
+"""Reading the versions of cache keys, over any kind of connection."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from cronlock import invalidation
+from cronlock.database import Database, ask, unavailable, within
+from cronlock.targets import texts
+
+
+def checked(keys: Sequence[str]) -> list[str]:
+    """The keys that are asked for; raises `PayloadError`."""
+    return list(texts("cache keys", keys))
+
+
+def told(keys: Sequence[str], rows: Sequence[Any]) -> dict[str, int]:
+    """The versions of all keys, by what the table says."""
+    return {**dict.fromkeys(keys, 0), **{str(key): int(version) for key, version in rows}}
+
+
+async def of_ours(database: Database, keys: Sequence[str]) -> dict[str, int]:
+    """On a connection of cronlock's own; raises `Unavailable`."""
+    found = checked(keys)
+    statements = invalidation.statements(database.settings.schema_name)
+    seconds = database.settings.acquire_timeout.total_seconds()
+    try:
+        async with database.recording() as connection:
+            (rows,) = await within(seconds, connection, ask(connection, statements.version_message(found)))
+    except psycopg.Error as error:
+        raise unavailable(error) from error
+    return told(found, rows)
+
+
+async def on_async(connection: Any, schema: str, keys: Sequence[str]) -> dict[str, int]:
+    """On a caller's connection, which is async; raises TypeError for what is none."""
+    found, statements = checked(keys), invalidation.statements(schema)
+    if isinstance(connection, psycopg.AsyncConnection):
+        cursor = await connection.execute(statements.versions("%(keys)s"), {"keys": found})
+        return told(found, await cursor.fetchall())
+    if isinstance(connection, (AsyncConnection, AsyncSession)):
+        result = await connection.execute(text(statements.versions(":keys")), {"keys": found})
+        return told(found, list(result))
+    raise TypeError(
+        "cache_versions() takes an async connection of SQLAlchemy or psycopg, or None for one of its own, not"
+        f" {type(connection).__name__}; for a synchronous one there is cache_versions_sync()"
+    )
+
+
+def on_sync(connection: Any, schema: str, keys: Sequence[str]) -> dict[str, int]:
+    """On a caller's connection, which is not async; raises TypeError for what is none."""
+    found, statements = checked(keys), invalidation.statements(schema)
+    if isinstance(connection, psycopg.Connection):
+        return told(found, connection.execute(statements.versions("%(keys)s"), {"keys": found}).fetchall())
+    if isinstance(connection, (Connection, Session)):
+        return told(found, list(connection.execute(text(statements.versions(":keys")), {"keys": found})))
+    raise TypeError(
+        f"cache_versions_sync() takes a connection of SQLAlchemy or psycopg, not {type(connection).__name__}"
+    )
