@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -79,18 +80,30 @@ async def latency(driver: Driver, times: int, seconds: float) -> list[float]:
     stamps = Stamps()
     at = ("127.0.0.1", int(os.environ["BENCHMARK_STAMPS"]))
     transport, _ = await asyncio.get_running_loop().create_datagram_endpoint(lambda: stamps, local_addr=at)
-    taken: list[float] = []
-    until = time.monotonic() + seconds
-    for n in range(1, times + 6):
-        if len(taken) >= LEAST and time.monotonic() > until:
-            break
+    n = 0
+
+    async def once(within: float) -> float:
+        nonlocal n
+        n += 1
         stamps.expected, stamps.arrived = n, asyncio.get_running_loop().create_future()
         began = time.monotonic_ns()
         await driver.one(n)
-        started = await asyncio.wait_for(stamps.arrived, START_WITHIN)
-        if n > 5:  # those before find nothing warm
-            taken.append((started - began) / 1e6)
+        return (await asyncio.wait_for(stamps.arrived, within) - began) / 1e6
+
+    until = time.monotonic() + START_WITHIN
+    while True:  # the worker may not be there yet, and one that is told by NOTIFY only is not told later
+        with suppress(TimeoutError):
+            await once(1.0)
+            break
+        if time.monotonic() > until:
+            raise TimeoutError("no job started")
+    for _ in range(5):  # they find nothing warm
+        await once(START_WITHIN)
+    taken: list[float] = []
+    until = time.monotonic() + seconds
+    while len(taken) < times and (len(taken) < LEAST or time.monotonic() < until):
         await asyncio.sleep(random.uniform(*PAUSE))
+        taken.append(await once(START_WITHIN))
     transport.close()
     return taken
 
