@@ -54,7 +54,9 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     """The command line; ends the process with 2 if it makes no sense."""
-    parser = argparse.ArgumentParser(prog="./run bench", description=__doc__, epilog="The queue has a command of its own: ./run bench queue --help")
+    parser = argparse.ArgumentParser(
+        prog="./run bench", description=__doc__, epilog="The queue has a command of its own: ./run bench queue --help"
+    )
     parser.add_argument("--rounds", type=int, help=f"rounds, {LEAST_ROUNDS} at least (default: {LEAST_ROUNDS})")
     parser.add_argument("--seconds", type=int, help="whole seconds of each reading (default: 2)")
     parser.add_argument("--only", choices=GROUPS, help="only these rows")

@@ -1,4 +1,4 @@
-"""What is measured of a queue, each thing by itself; an arm takes one reading in every round, in turn with the others."""
+"""What is measured of a queue, each thing by itself: an arm takes one reading in every round, in turn with others."""
 
 import math
 import socket
@@ -10,6 +10,7 @@ import psycopg
 
 from benchmarks import machine
 from benchmarks.arms import Reading, Wrong
+from benchmarks.queue.posted import Keyed, Posted
 from benchmarks.queue.systems import System
 from benchmarks.queue.workers import Place, Work, Worker, work
 from benchmarks.rig import Rig
@@ -128,4 +129,4 @@ class Disk:
         return {"": Reading(machine.sync_ms(self.rig.directory), "ms")}
 
 
-Arm = Process | Held | Enqueue | Latency | Disk
+Arm = Process | Held | Enqueue | Latency | Posted | Keyed | Disk

@@ -14,7 +14,8 @@ from benchmarks.server import ROOT, end
 from benchmarks.table import SHORT, today
 
 PER_SECOND = 200
-SAMPLES = 30
+SAMPLES, SAMPLES_SHORT = 30, 6
+START_WITHIN = 60.0
 FLAT = 1.25
 """The last third of the samples is at most so many times the second one, or this is growth."""
 SAMPLE = """
@@ -42,7 +43,7 @@ def report(minutes: float, command: str, *, is_short: bool) -> str:
     """Work for so long, and print the series; raises `Wrong` if the jobs are not worked off."""
     seconds = minutes * 60
     with Rig(has_redis=False) as rig, place(rig, GUARD) as found, Worker(found, GUARD), feed(found, seconds) as feeding:
-        samples = _sample(found, feeding, seconds)
+        samples = _sample(found, feeding, seconds, SAMPLES_SHORT if is_short else SAMPLES)
         text = _text(samples, rig, minutes, command)
     return (f"{SHORT}\n\n" if is_short else "") + text
 
@@ -70,11 +71,16 @@ class feed:
         end(self._child)
 
 
-def _sample(place: Place, feeding: "subprocess.Popen[bytes]", seconds: float) -> list[Sample]:
+def _sample(place: Place, feeding: "subprocess.Popen[bytes]", seconds: float, times: int) -> list[Sample]:
+    began = time.monotonic()
+    while not place.count("SELECT count(*) FROM cronlock.job_history"):
+        if time.monotonic() - began > START_WITHIN:
+            raise Wrong(f"no job had ended after {START_WITHIN:g} s: {place.log.read_text()[-3000:]}")
+        time.sleep(0.05)
     began = time.monotonic()
     samples = []
-    for number in range(1, SAMPLES + 1):
-        time.sleep(max(0.0, began + number * seconds / SAMPLES - time.monotonic()))
+    for number in range(1, times + 1):
+        time.sleep(max(0.0, began + number * seconds / times - time.monotonic()))
         row = place.connection.execute(SAMPLE).fetchone()
         assert row is not None
         samples.append(Sample(time.monotonic() - began, *map(int, row)))
@@ -94,8 +100,8 @@ def _text(samples: list[Sample], rig: Rig, minutes: float, command: str) -> str:
     third = len(samples) // 3
     second, last = samples[third : 2 * third], samples[-third:]
     lines = [
-        f"Made on {today()} with `{command}`: {PER_SECOND} jobs a second for {minutes:g} minutes, each enqueued by itself, "
-        f"one worker. {cores(rig)}",
+        f"Made on {today()} with `{command}`: {PER_SECOND} jobs a second for {minutes:g} minutes, each enqueued by "
+        f"itself, one worker. {cores(rig)}",
         "",
         "| the table of live jobs | second third, median | last third, median | ratio | to reach | reached |",
         "|---|---:|---:|---:|---:|---|",

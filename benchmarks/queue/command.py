@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.arms import Reading, Wrong
 from benchmarks.queue import churn, faults
 from benchmarks.queue.rows import Round, rows
-from benchmarks.queue.stages import FULL, SHORT, Scale, Stage, stages
+from benchmarks.queue.stages import FULL, SHORT, Stage, stages
 from benchmarks.queue.systems import GRAPHILE, PEERS, PGQUEUER, System
 from benchmarks.queue.table import Report
 from benchmarks.queue.workers import Place
@@ -19,6 +19,7 @@ from benchmarks.table import surroundings, write
 LEAST_ROUNDS = 5
 GROUPS = ("process", "enqueue", "http", "latency", "full", "held")
 """What the table has."""
+WITH_PEERS = ("process", "enqueue", "latency")
 CHURN, FAULTS = "churn", "faults"
 """What has a report of its own."""
 BEGIN = "<!-- benchmarks: {}, written by `./run bench queue --write` -->"
@@ -38,7 +39,7 @@ def main(words: Sequence[str]) -> int:
     try:
         if given.only in (None, *GROUPS):
             reports.append(("queue", table(given, command)))
-        if given.only == CHURN or given.short and given.only is None:
+        if given.only == CHURN or (given.short and given.only is None):
             reports.append((CHURN, churn.report(given.minutes, command, is_short=given.short)))
         if given.only in (None, FAULTS):
             reports.append((FAULTS, faults.report(command, is_short=given.short)))
@@ -74,10 +75,14 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         except (OSError, ValueError) as error:
             parser.error(str(error))
     names = {one.name: one for one in PEERS}
-    given.peers = list(SHORT_PEERS if given.short else PEERS) if given.peers is None else [
-        names[name] if name in names else parser.error(f"--peers: there is no {name!r}, only {'; '.join(names)}")
-        for name in filter(None, map(str.strip, given.peers.split(";")))
-    ]
+    given.peers = (
+        list(SHORT_PEERS if given.short else PEERS)
+        if given.peers is None
+        else [
+            names[name] if name in names else parser.error(f"--peers: there is no {name!r}, only {'; '.join(names)}")
+            for name in filter(None, map(str.strip, given.peers.split(";")))
+        ]
+    )
     if given.rounds is None:
         given.rounds = 1 if given.short else LEAST_ROUNDS
     if given.seconds is None:
@@ -95,7 +100,8 @@ def table(given: argparse.Namespace, command: str) -> str:
     """Install the peers, measure, and put the table together."""
     scale = SHORT if given.short else FULL
     missing: dict[str, str] = {}
-    peers = installed(given.peers, INSTALL_WITHIN_SHORT if given.short else INSTALL_WITHIN, missing)
+    wanted_peers = given.peers if given.only in (None, *WITH_PEERS) else []
+    peers = installed(wanted_peers, INSTALL_WITHIN_SHORT if given.short else INSTALL_WITHIN, missing)
     with Rig(has_redis=False) as rig:
         wanted = [one for one in stages(rig, scale, peers) if given.only in (None, one.group)]
         rounds = measure(wanted, given.rounds, given.seconds, is_short=given.short, missing=missing)

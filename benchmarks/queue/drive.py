@@ -113,9 +113,7 @@ async def main() -> None:
     name, command, *rest = sys.argv[1:]
     callers = int(rest[0]) if command in ("one", "inside") else 1
     task = os.environ.get("BENCHMARK_TASK", "noop")
-    driver: Driver = import_module(f"benchmarks.queue.drivers.{name}").Driver(
-        os.environ["DATABASE_URL"], callers, task
-    )
+    driver: Driver = import_module(f"benchmarks.queue.drivers.{name}").Driver(os.environ["DATABASE_URL"], callers, task)
     if command == "schema":
         await driver.schema()
         return

@@ -1,6 +1,7 @@
 """PostgreSQL is restarted and backends are killed while jobs run: what became of every job."""
 
 import time
+from typing import Any
 
 import psycopg
 
@@ -29,7 +30,7 @@ def report(command: str, *, is_short: bool) -> str:
     jobs = JOBS_SHORT if is_short else JOBS
     with Rig(has_redis=False) as rig:
         if rig.embedded is None:
-            return "Restart of PostgreSQL in mid-run: not measured, since DATABASE_URL names a server of somebody else's."
+            return "Restart of PostgreSQL in mid-run: not made, since DATABASE_URL names somebody else's server."
         with place(rig, GUARD) as found:
             return (f"{SHORT}\n\n" if is_short else "") + _run(rig, found, jobs, command)
 
@@ -49,10 +50,9 @@ def _run(rig: Rig, place: Place, jobs: int, command: str) -> str:
         place.connection = _connect(place.url)
         _await(place, 2 * jobs, 1.0)
         took = time.monotonic() - began
-    statuses = dict(place.connection.execute("SELECT status, count(*) FROM cronlock.job_history GROUP BY 1").fetchall())
-    row = place.connection.execute("SELECT count(*), count(DISTINCT n) FROM effect").fetchone()
-    assert row is not None
-    rows, distinct = row
+    found = place.connection.execute("SELECT status, count(*) FROM cronlock.job_history GROUP BY 1").fetchall()
+    statuses = {str(status): int(count) for status, count in found}
+    rows, distinct = (place.count(f"SELECT count({what}) FROM effect") for what in ("*", "DISTINCT n"))
     again = place.count("SELECT count(*) FROM cronlock.job_history WHERE attempts > 1")
     is_kept = statuses == {"completed": 2 * jobs} and rows == distinct == jobs
     lines = [
@@ -88,7 +88,7 @@ def _await(place: Place, jobs: int, part: float) -> None:
         time.sleep(0.05)
 
 
-def _connect(url: str) -> "psycopg.Connection[tuple[object, ...]]":
+def _connect(url: str) -> "psycopg.Connection[Any]":
     until = time.monotonic() + 30
     while True:
         try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.arms import Reading
-from benchmarks.queue.stages import EMPTY, ENDED, FULL_TABLES, HELD, QUEUED, WAITING, Scale
+from benchmarks.queue.stages import EMPTY, ENDED, FULL_TABLES, HELD, KEYED, NOTHING, POSTED, QUEUED, WAITING, Scale
 from benchmarks.queue.systems import BARE, GRAPHILE, GUARD, PYTHON_PEERS, QUIET, TRANSACTION, System
 
 Round = dict[str, Reading]
@@ -99,6 +99,11 @@ def rows(scale: Scale, peers: Sequence[System]) -> list[Row]:
     ):
         others = tuple(f"enqueue {how}, {one.name}" for one in peers)
         found.append(Row("enqueue", what, f"enqueue {how}, {GUARD.name}", others, target=target))
+    posted = "enqueue one by one over HTTP with an `Idempotency-Key`, 32 connections"
+    found += [
+        Row("http", posted, POSTED, (NOTHING,), "the same app's route that touches no database"),
+        Row("http", posted, POSTED, (KEYED,), "a bare keyed INSERT by pgbench, 32 clients", 0.5),
+    ]
     for system, mode in ((GUARD, "guard mode"), (TRANSACTION, "default mode")):
         is_bound = system is GUARD
         for part in ("p50", "p95"):
@@ -113,9 +118,7 @@ def rows(scale: Scale, peers: Sequence[System]) -> list[Row]:
         (WAITING, f"with {scale.waiting:,} whose time is tomorrow"),
         (FULL_TABLES, "with all three"),
     ):
-        found.append(
-            Row("full", f"{work}, {what}", f"process, {name}", (f"process, {EMPTY}",), ON_EMPTY, 0.8)
-        )
+        found.append(Row("full", f"{work}, {what}", f"process, {name}", (f"process, {EMPTY}",), ON_EMPTY, 0.8))
     found.append(
         Row(
             "held",

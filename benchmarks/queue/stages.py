@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from benchmarks.queue import history
 from benchmarks.queue.arms import Arm, Disk, Enqueue, Held, Latency, Process
-from benchmarks.queue.systems import BARE, GUARD, PEERS, QUIET, TRANSACTION, System
+from benchmarks.queue.posted import Keyed, Posted, served
+from benchmarks.queue.systems import BARE, GUARD, QUIET, TRANSACTION, System
 from benchmarks.queue.workers import Place, place
 from benchmarks.rig import Rig
 
 DISK = "8 KiB made durable on the disk"
 EMPTY, ENDED, QUEUED, WAITING, FULL_TABLES = "empty", "ended", "queued", "waiting", "full"
+NOTHING, POSTED, KEYED = "post, no database", "post, with a key", "pgbench, keyed INSERT"
 HELD = "a transaction is open"
 KEPT = "TRUNCATE cronlock.job"
 """Clears a database whose other tables are to stay full."""
@@ -92,6 +94,11 @@ def stages(rig: Rig, scale: Scale, peers: Sequence[System]) -> list[Stage]:
                 for one in (GUARD, *peers)
             },
             lambda: each(rig, (GUARD, *peers)),
+        ),
+        Stage(
+            "http",
+            {NOTHING: Posted("nothing", has_rows=False), POSTED: Posted("jobs", has_rows=True), KEYED: Keyed()},
+            lambda: served(rig),
         ),
         Stage(
             "latency",

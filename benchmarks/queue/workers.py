@@ -18,7 +18,7 @@ from benchmarks import machine
 from benchmarks.arms import Wrong
 from benchmarks.queue.systems import System
 from benchmarks.rig import Rig
-from benchmarks.server import ROOT, end, environment
+from benchmarks.server import ROOT, Server, end, environment
 
 COMMAND_WITHIN = 180.0
 WORK_WITHIN = 180.0
@@ -71,8 +71,10 @@ class Place:
         self.url = as_url(url)
         self.core = rig.server_core
         self.log = rig.directory / f"worker-{name}.log"
-        self.connection = psycopg.connect(url, autocommit=True, options="-c lock_timeout=30s")
+        self.connection: psycopg.Connection[Any] = psycopg.connect(url, autocommit=True, options="-c lock_timeout=30s")
         self._cleared = cleared or system.cleared
+        self.server: Server | None = None
+        """What is served there, if anything is."""
         self.rates: dict[str, float] = {}
         """Of each system: jobs a second in its last reading."""
 

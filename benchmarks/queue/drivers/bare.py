@@ -2,7 +2,8 @@
 
 import psycopg
 
-from benchmarks.queue.drivers import Driver as Base, Stamper
+from benchmarks.queue.drivers import Driver as Base
+from benchmarks.queue.drivers import Stamper
 
 SCHEMA = "CREATE TABLE bare_job (n bigint PRIMARY KEY, taken timestamptz)"
 ENQUEUE = "WITH made AS (INSERT INTO bare_job (n) VALUES (%s) RETURNING n) SELECT pg_notify('bare', n::text) FROM made"

@@ -5,7 +5,8 @@ from typing import Any
 from chancy import Chancy, Queue, Worker, job
 from psycopg.rows import dict_row
 
-from benchmarks.queue.drivers import PLACED, Driver as Base, Stamper
+from benchmarks.queue.drivers import PLACED, Stamper
+from benchmarks.queue.drivers import Driver as Base
 
 CONCURRENCY = 300
 stamper = Stamper()

@@ -5,7 +5,8 @@ import asyncio
 import psycopg
 from psycopg_pool import AsyncConnectionPool
 
-from benchmarks.queue.drivers import PLACED, Driver as Base
+from benchmarks.queue.drivers import PLACED
+from benchmarks.queue.drivers import Driver as Base
 from benchmarks.queue.jobs import cron
 
 

@@ -10,7 +10,8 @@ import asyncpg
 from pgqueuer import PgQueuer, Queries
 from pgqueuer.db import AsyncpgDriver
 
-from benchmarks.queue.drivers import PLACED, Driver as Base, Stamper
+from benchmarks.queue.drivers import PLACED, Stamper
+from benchmarks.queue.drivers import Driver as Base
 
 BATCH = 500
 

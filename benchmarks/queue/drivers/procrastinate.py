@@ -4,7 +4,8 @@ from typing import Any
 
 from procrastinate import App, PsycopgConnector
 
-from benchmarks.queue.drivers import PLACED, Driver as Base, Stamper
+from benchmarks.queue.drivers import PLACED, Stamper
+from benchmarks.queue.drivers import Driver as Base
 
 CONCURRENCY = 10
 
