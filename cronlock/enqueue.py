@@ -108,6 +108,8 @@ def order(
         raise PayloadError("run_at is a time with its time zone, and excludes delay")
     if keys is None and task.dedupe is not None:
         keys = [derived_key(task, payload) for payload in plain]
+    if keys is not None and len(keys) != len(plain):
+        raise PayloadError(f"there must be as many idempotency keys as payloads, not {len(keys)} for {len(plain)}")
     for key in keys or ():
         if fault := occurrence_fault(key):
             raise PayloadError(f"the idempotency key {fault}")
