@@ -111,6 +111,8 @@ def order(
             raise PayloadError(f"run_at is at most {LONGEST_DELAY.days} days from now")
     if keys is None and task.dedupe is not None:
         keys = [derived_key(task, payload) for payload in plain]
+    if keys is not None and len(keys) != len(plain):
+        raise PayloadError(f"there must be as many idempotency keys as payloads, not {len(keys)} for {len(plain)}")
     for key in keys or ():
         if fault := occurrence_fault(key):
             raise PayloadError(f"the idempotency key {fault}")

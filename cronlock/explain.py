@@ -276,7 +276,7 @@ def span(milliseconds: float | None) -> str:
 def job_document(job: Mapping[str, Any]) -> dict[str, Any]:
     """A row of `stats.job` as programs get it: with its code and its explanation; payload and result as they are."""
     why = explain_job(job)
-    hidden = ("has_worker", "is_served", "is_early", "is_overdue", "due_in_ms")
+    hidden = ("has_worker", "is_served", "is_early", "is_overdue", "is_paused", "due_in_ms")
     kept = {name: value for name, value in job.items() if name not in hidden}
     return {
         **kept,
@@ -305,6 +305,8 @@ def explain_job(job: Mapping[str, Any]) -> Why:
     if job["is_early"]:
         return Why("waiting", f"waits for its time, {span(job['due_in_ms'])} from now; then {left}")
     due = f"due for {span(-job['due_in_ms'])}"
+    if job["is_paused"]:
+        return Why("paused", f"{due}, but its task is paused; cronlock resume {job['task']} lets workers take it")
     if not job["is_served"]:
         return Why("no_worker", f"{due}, but no worker that is there serves the queue {job['queue']!r}")
     if not job["has_worker"]:

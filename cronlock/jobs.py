@@ -158,9 +158,9 @@ gone AS (
     DELETE FROM {{job}} j USING held h WHERE j.id = h.id AND h.is_unwanted
  RETURNING {of("j")}, j.run_at, j.started_at, j.worker, j.cancel_requested_by),
 kept AS (
-    INSERT INTO {{job_history}} ({CARRIED}, run_at, started_at, worker, status, error_type, error_message)
-    SELECT {of("g")}, g.run_at, g.started_at, g.worker, 'cancelled', 'CancelAsked',
-           concat('cancelled by ', coalesce(g.cancel_requested_by, 'an operator'))
+    INSERT INTO {{job_history}} ({ENDED_COLUMNS})
+    SELECT {of("g")}, g.run_at, g.started_at, g.worker, 'cancelled', NULL, 'CancelAsked',
+           concat('cancelled by ', coalesce(nullif(g.cancel_requested_by, ''), 'an operator')), NULL
       FROM gone g)
 SELECT b.id FROM back b UNION ALL SELECT g.id FROM gone g
 """

@@ -164,11 +164,12 @@ SELECT {JOB_COLUMNS}, j.payload, j.trigger, j.occurrence, j.idempotency_key, j.l
        (extract(epoch FROM coalesce(j.finished_at, clock_timestamp()) - j.started_at) * 1000)::bigint AS duration_ms,
        EXISTS (SELECT FROM {{worker}} k WHERE k.seen_until > clock_timestamp() AND j.queue = ANY (k.queues))
            AS is_served,
-       w.host AS worker_host, w.pid AS worker_pid,
+       EXISTS (SELECT FROM {{task}} t WHERE t.name = j.task AND t.paused_at IS NOT NULL) AS is_paused,
+       w.host AS worker_host, w.pid AS worker_pid, j.log,
        (SELECT json_agg(json_build_object('attempt', a.attempt, 'status', a.status, 'started_at', a.started_at,
                'finished_at', a.finished_at, 'worker', a.worker, 'error_type', a.error_type,
                'error_message', a.error_message, 'error_traceback', a.error_traceback,
-               'error_sqlstate', a.error_sqlstate) ORDER BY a.attempt)
+               'error_sqlstate', a.error_sqlstate, 'log', a.log) ORDER BY a.attempt)
           FROM (SELECT a.* FROM {{job_attempt}} a WHERE a.job_id = {{id}} ORDER BY a.attempt DESC LIMIT 100) a
        ) AS attempted
   FROM {{job_status}} j LEFT JOIN {{worker}} w ON w.id = j.worker

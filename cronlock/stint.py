@@ -93,8 +93,8 @@ class Stints:
         self._settings = settings
         self._database = database
         self._producer = producer
-        self._outbox = outbox
         self._instance = instance
+        self._outbox = outbox
         self._counts = counts
         self._background = Background()
         self._open: set[Stint] = set()
@@ -122,7 +122,7 @@ class Stints:
             metrics=tally,
             most=most,
         )
-        stint = Stint(self._database, self._settings, worker, instance, tally, most)
+        stint = Stint(self._database, self._producer.statements, worker, instance, tally, most)
         self._open.add(stint)
         self._background.spawn(self._live(stint, seconds))
         return await asyncio.shield(stint.done)  # a caller that goes ends nothing
@@ -157,9 +157,9 @@ class Stint:
     """One of them: a worker, its leases and its duties."""
 
     def __init__(
-        self, database: Database, settings: Settings, worker: Worker, instance: Instance, tally: Tally, most: int
-    ) -> None:
-        statements = jobs.statements(settings.schema_name)
+        self, database: Database, statements: jobs.Statements, worker: Worker, instance: Instance, tally: Tally,
+        most: int,
+    ) -> None:  # fmt: skip
         self.worker = worker
         self.until = float("inf")
         self.done: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
@@ -207,6 +207,9 @@ class Stint:
             await asyncio.sleep(LOOK)
         if worker.running:
             self._answer()
+        while worker.running:
+            await asyncio.sleep(5 * LOOK)
+        await worker.drain(0.0)  # which bounds how long the last ends are tried to be written
 
     def _answer(self) -> None:
         if self.done.done():
@@ -222,7 +225,7 @@ class Stint:
             lost=ends["lost"],
             given_back=given_back,
             still_running=running,
-            is_empty=self.worker.is_idle and not running and not given_back,
+            is_empty=self.worker.is_said_idle and not running and not given_back,
             duration_ms=round((time.monotonic() - self._begun) * 1000),
         )
         self.done.set_result(done)

@@ -285,7 +285,8 @@ def options_of_jobs(
 ) -> dict[str, Any]:
     """The options of a task for its jobs, checked; raises ValueError naming the one that is wrong."""
     if dedupe is not None and dedupe != "payload" and not callable(dedupe):
-        if isinstance(dedupe, str) or not all(isinstance(name, str) and name for name in dedupe) or not dedupe:
+        is_list = isinstance(dedupe, Sequence) and not isinstance(dedupe, str) and len(dedupe) > 0
+        if not is_list or not all(isinstance(name, str) and name for name in dedupe):
             raise ValueError(f"dedupe must be 'payload', the names of fields, or a callable, not {dedupe!r}")
         dedupe = tuple(dedupe)
     kinds = None if retry_on is None else (retry_on,) if isinstance(retry_on, type) else tuple(retry_on)

@@ -44,7 +44,6 @@ from cronlock.outcome import Failure, failure
 from cronlock.recording import HEAD
 from cronlock.reporting import JobReport
 from cronlock.runs import Instance
-from cronlock.tasks import Registry
 from cronlock.transaction import Transaction
 
 BATCH = 1000
@@ -110,7 +109,7 @@ class Worker:
         most: int | None = None,
     ) -> None:
         self.id = str(instance.id)
-        self.metrics: JobCounts = metrics or Metrics(Registry())
+        self.metrics: JobCounts = metrics or Metrics(producer.tasks)
         self.left = most
         """How many jobs it may still take; None for any number."""
         self.queues = list(queues)
@@ -161,6 +160,11 @@ class Worker:
         """Close the connection, after the last end is written."""
         await self._link.close()
 
+    @property
+    def registered(self) -> list[str]:
+        """The tasks that it has, paused ones too."""
+        return list(self._tasks)
+
     def paused(self, names: AbstractSet[str]) -> None:
         """Claim no job of these tasks, and those of all others."""
         self.names = [name for name in self._tasks if name not in names]
@@ -188,11 +192,6 @@ class Worker:
             pause = PAUSE[0]
             if not is_more:
                 await self._rest()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing was due when it looked last."""
-        return self.is_said_idle
 
     @property
     def is_out_of_work(self) -> bool:
@@ -399,8 +398,8 @@ class Worker:
         if self.is_draining:  # since the claim was sent
             self._given_back.append(attempt)
             return attempt
-        attempt.age_ms = age_ms
         attempt.is_unicode = self._database.is_unicode
+        attempt.age_ms = age_ms
         self.running[job_id] = attempt
         self.metrics.job_started(name, due_ms)
         try:

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 from cronlock import Cronlock, RegistrationError, Run
-from cronlock.working import Crew
 from tests import Db, Make, rows, serving, until, value
+from tests.working import working
 
 pytestmark = pytest.mark.anyio
 
@@ -43,16 +43,11 @@ def with_tasks(cron: Cronlock) -> Cronlock:
 
 
 @asynccontextmanager
-async def working(make_cron: Make) -> AsyncIterator[None]:
+async def at_work(make_cron: Make) -> AsyncIterator[None]:
     """A worker of the same tasks, in this process."""
-    crew = Crew(with_tasks(make_cron()), ["default"], 5)
-    await crew.start()
-    at_work = asyncio.create_task(crew.work())
-    try:
+    other = with_tasks(make_cron())
+    async with other, working(other, drain=10):
         yield
-    finally:
-        crew.drain()
-        await at_work
 
 
 async def nothing_live(db: Db) -> None:
@@ -78,7 +73,7 @@ async def test_a_call_makes_a_job_and_the_next_one_is_skipped_while_it_is_live(
         assert db.execute("SELECT lock_key = hashtext('nightly') FROM cronlock.run").fetchall() == [(True,)] * 2
         row = db.execute("SELECT task, trigger, payload, cron_key, max_attempts FROM cronlock.job").fetchone()
         assert row == ("nightly", "http", {"full": "1"}, "", 3)
-        async with working(make_cron):
+        async with at_work(make_cron):
             await nothing_live(db)
         assert value(db, "SELECT result FROM cronlock.job_history") == '{"occurrence":null,"full":"1"}'
         assert (await client.get("/cron/nightly")).status_code == 202, "the first has ended"
@@ -108,7 +103,7 @@ async def test_an_attempt_that_failed_is_tried_again_and_keeps_its_place(
 ) -> None:
     async with serving(cron.app()) as client:
         await client.post("/cron/nightly", json={"fails": True})
-        async with working(make_cron):
+        async with at_work(make_cron):
             await nothing_live(db)
         assert (await client.get("/cron/nightly")).status_code == 202, "one that failed is not live"
     assert db.execute("SELECT status, attempts, cron_key FROM cronlock.job_history").fetchall() == [("failed", 3, "")]
@@ -122,7 +117,7 @@ async def test_one_occurrence_is_given_one_job_whatever_became_of_it(cron: Cronl
         assert (again.status_code, again.json()) == (202, {**first, "duplicate": True})
         other = await client.get("/cron/nightly", headers={"idempotency-key": "tick-2"})
         assert other.json()["reason"] == "queued_already"
-        async with working(make_cron):
+        async with at_work(make_cron):
             await nothing_live(db)
         assert (await client.get("/cron/nightly", headers=tick)).json() == {**first, "duplicate": True}
         assert (await client.get("/cron/nightly", headers={"idempotency-key": "tick-2"})).json()["duplicate"] is False
@@ -130,7 +125,7 @@ async def test_one_occurrence_is_given_one_job_whatever_became_of_it(cron: Cronl
         assert enqueued.json()["duplicate"] is False, "a tick and a key of an enqueue are not the same"
         db.execute("UPDATE cronlock.idempotency_key SET expires_at = now() - interval '1 s' WHERE key LIKE '_tick-1'")
         await asyncio.sleep(0)
-        async with working(make_cron):
+        async with at_work(make_cron):
             await nothing_live(db)
         assert (await client.get("/cron/nightly", headers=tick)).json()["duplicate"] is False
     assert rows(db, "nightly") == [("skipped", "queued_already")]
@@ -152,7 +147,7 @@ async def test_a_paused_task_makes_no_job_and_one_too_soon_neither(cron: Cronloc
         db.execute("UPDATE cronlock.task SET paused_at = now() WHERE name = 'nightly'")
         assert (await client.get("/cron/nightly")).json()["reason"] == "paused"
         assert (await client.get("/cron/spaced")).status_code == 202
-        async with working(make_cron):
+        async with at_work(make_cron):
             await nothing_live(db)
         soon = await client.get("/cron/spaced?on_skip=503")
         assert (soon.status_code, soon.json()["reason"]) == (503, "too_soon")
@@ -211,7 +206,7 @@ async def test_while_the_first_call_is_open_the_second_waits_and_then_sees_its_j
 async def test_a_claim_of_such_a_job_changes_no_index(cron: Cronlock, make_cron: Make, db: Db) -> None:
     async with serving(cron.app()) as client:
         await client.get("/cron/nightly")
-        async with working(make_cron):
+        async with at_work(make_cron):
             await nothing_live(db)
     counted = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'job'"
     await until(lambda: (db.execute(counted).fetchone() or (0, 0))[0] > 0, "the statistics have it")

@@ -13,10 +13,10 @@ import psycopg
 import pytest
 
 from cronlock import Cronlock, Run
-from cronlock.working import Crew
 from tests import AUTH, Db, Make, serving, until, value
 from tests.cases.conftest import Start
 from tests.commands import Running, environment
+from tests.working import working
 
 pytestmark = pytest.mark.anyio
 
@@ -24,16 +24,10 @@ JSON = {"content-type": "application/json"}
 
 
 @asynccontextmanager
-async def working(cron: Cronlock) -> AsyncIterator[None]:
+async def at_work(cron: Cronlock) -> AsyncIterator[None]:
     """A worker in this process."""
-    crew = Crew(cron, ["default"], 10)
-    await crew.start()
-    at_work = asyncio.create_task(crew.work())
-    try:
+    async with cron, working(cron, drain=10):
         yield
-    finally:
-        crew.drain()
-        await at_work
 
 
 def echoing(make_cron: Make) -> Cronlock:
@@ -65,7 +59,7 @@ async def test_half_a_surrogate_pair_is_400_and_a_whole_one_arrives_as_it_was(ma
         assert whole.status_code == 202
         key = await client.post("/jobs/echo", json={}, headers=[(b"idempotency-key", b"\xed\xa0\xbd")])
         assert key.status_code == 400
-        async with working(echoing(make_cron)):
+        async with at_work(echoing(make_cron)):
             await none_live(db)
         admin = {"authorization": "Bearer an-admin-secret-0123456789"}
         seen = (await client.get(f"/jobs/{whole.json()['jobId']}", headers=admin)).json()
@@ -101,7 +95,7 @@ async def test_numbers_arrive_unchanged_in_the_worker_or_are_400(make_cron: Make
             assert answer.status_code == (400 if expected is None else 202), text[:20]
             if expected is not None:
                 made[text] = answer.json()["jobId"]
-        async with working(echoing(make_cron)):
+        async with at_work(echoing(make_cron)):
             await none_live(db)
         admin = {"authorization": "Bearer an-admin-secret-0123456789"}
         for text, job_id in made.items():
@@ -122,7 +116,7 @@ async def test_a_result_that_json_does_not_have_ends_the_job_once_with_a_mark(ma
 
     async with cron:
         await cron.enqueue(None, "odd")
-    async with working(cron):
+    async with at_work(cron):
         await none_live(db)
     assert db.execute("SELECT status, attempts FROM cronlock.job_history").fetchall() == [("completed", 1)]
     assert "not serialisable" in value(db, "SELECT result FROM cronlock.job_history")
@@ -228,7 +222,7 @@ async def test_a_key_of_another_payload_is_422_in_every_state_of_the_first_job(m
             await compare(key, first, fails)
             gate.clear()
             running.clear()
-            async with working(register(make_cron())):
+            async with at_work(register(make_cron())):
                 await running.wait()
                 await compare(key, first, fails)
                 gate.set()
@@ -326,7 +320,7 @@ async def test_payloads_up_to_the_limit_are_taken_and_a_notification_carries_not
     cron = echoing(make_cron)
     with psycopg.connect(database_url, autocommit=True) as listener:
         listener.execute('LISTEN "cronlock_job:cronlock"')
-        async with working(echoing(make_cron)):
+        async with at_work(echoing(make_cron)):
             await until(lambda: value(db, "SELECT bool_or(is_idle) FROM cronlock.worker"), "the worker is idle")
             async with serving(cron.app()) as client:
                 for payload in payloads:

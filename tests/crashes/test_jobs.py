@@ -2,16 +2,24 @@
 
 import asyncio
 import json
+import random
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from cronlock.embedded import Embedded
+from cronlock.migrate import migrate
 from tests import Db, Make, until, value
+from tests.campaign.scenarios import FAKETIME, find_libfaketime
 from tests.observing import in_transaction, is_quiet
 from tests.proxy import Proxy
 from tests.working import EFFECTS, Workers, all_ended, attempts, effects, ended, live, put, status, workers, working
@@ -293,3 +301,173 @@ async def test_what_outlasts_the_drain_timeout_is_given_back_though_its_thread_d
     assert [status(db, job) for job in jobs] == [("queued", 0, None)] * 2
     await until(lambda: is_quiet(db), "nothing is left open", 2)
     assert value(db, "SELECT count(*) FROM effect") == 0
+
+
+# -- the database goes away, or some of its sessions do ----------------------------------------------------------
+
+
+@contextmanager
+def own_server() -> Iterator[tuple[Embedded, str]]:
+    """A server that may be restarted, and a migrated database on it with the table of effects."""
+    directory = Path(tempfile.mkdtemp(prefix="cronlock-jobs-"))
+    directory.chmod(0o755)  # root's server runs as another user, who must get through
+    try:
+        with Embedded(directory / "server", settings={"max_connections": "60", "fsync": "off"}) as server:
+            migrate(server.url, "cronlock")
+            with psycopg.connect(server.url, autocommit=True) as db:
+                db.execute(EFFECTS)
+            yield server, server.url
+    finally:
+        shutil.rmtree(directory)
+
+
+def assert_all_completed_once(db: Db, made: list[int]) -> None:
+    """Every job has completed, and its transactional effects are there once."""
+    assert ended(db) == {"completed": len(made)}
+    assert live(db) == 0
+    twice = "SELECT job_id, count(*) FROM effect GROUP BY 1 HAVING count(*) <> 2"
+    assert db.execute(twice).fetchall() == []
+    assert value(db, "SELECT count(DISTINCT job_id) FROM effect") == len(made)
+
+
+@pytest.mark.parametrize("how", ["restart", "kill"])
+async def test_a_restart_in_mid_run_leaves_every_job_completed_and_none_twice(tmp_path: Path, how: str) -> None:
+    with own_server() as (machine, url), workers(url, tmp_path) as start:
+        for _ in range(2):
+            start.start(CRONLOCK_MAX_ATTEMPTS="5")
+        with psycopg.connect(url, autocommit=True) as db:
+            made = [job for task in ("work", "work-in-thread") for job in put(db, task, '{"pause": 0.1}', jobs=150)]
+            await until(lambda: ended(db).get("completed", 0) > 40, "some are done")
+        await asyncio.to_thread(machine.kill if how == "kill" else machine.stop)
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(machine.start)
+        back = time.monotonic()
+        with psycopg.connect(url, autocommit=True) as db:
+            before = ended(db).get("completed", 0)
+            await until(lambda: ended(db).get("completed", 0) > before, "it goes on", 5)
+            await until(lambda: live(db) == 0, "all have ended", 40)
+            assert time.monotonic() - back < 40
+            assert_all_completed_once(db, made)
+            said = "".join(worker.said for worker in start.all)
+            assert said.count("Traceback") == 0
+            assert len(said.splitlines()) < 2000
+
+
+async def test_five_random_sessions_ended_again_and_again_leave_every_job_completed_and_none_twice(
+    start: Workers, db: Db
+) -> None:
+    for _ in range(2):
+        start.start(CRONLOCK_LEASE="5s")
+    made = [job for task in ("work", "work-in-thread") for job in put(db, task, '{"pause": 0.05}', jobs=250, most=20)]
+    chance = random.Random(4)
+    for _ in range(6):
+        await asyncio.sleep(0.4)
+        query = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        pids = [pid for (pid,) in db.execute(query).fetchall()]
+        for pid in chance.sample(pids, min(5, len(pids))):
+            db.execute("SELECT pg_terminate_backend(%s)", (pid,))
+    await until(lambda: live(db) == 0, "all have ended", 40)
+    assert_all_completed_once(db, made)
+    assert all(worker.process.poll() is None for worker in start.all)
+
+
+async def test_eight_workers_at_serializable_lose_no_update(start: Workers, db: Db) -> None:
+    db.execute("CREATE TABLE counter AS SELECT id, 0 AS n FROM generate_series(1, 3) id")
+    db.execute("ALTER TABLE counter ADD PRIMARY KEY (id)")
+    made = put(db, "bump", jobs=80, most=100)
+    for _ in range(8):
+        start.start("--concurrency", "2", waits=False)
+    await until(lambda: live(db) == 0, "all have ended", 60)
+    assert ended(db) == {"completed": len(made)}
+    assert db.execute("SELECT n FROM counter").fetchall() == [(80,)] * 3
+    kept = "SELECT count(*) FROM cronlock.job_attempt WHERE error_sqlstate = '40001' AND status = 'failed'"
+    assert value(db, kept) > 5
+    assert value(db, "SELECT count(*) FROM cronlock.job_attempt WHERE error_sqlstate IS DISTINCT FROM '40001'") == 0
+
+
+OLD = """
+from cronlock import Cronlock, Run
+cron = Cronlock()
+
+@cron.task("known", mode="guard")
+async def known(run: Run) -> str:
+    return "old"
+"""
+NEW = (
+    OLD.replace('"old"', '"new"')
+    + """
+@cron.task("added", mode="guard")
+async def added(run: Run) -> str:
+    return "new"
+"""
+)
+
+
+async def test_two_versions_of_an_app_share_a_queue_and_each_takes_what_it_knows(
+    start: Workers, db: Db, tmp_path: Path
+) -> None:
+    # Case Q16.
+    (tmp_path / "old.py").write_text(OLD)
+    (tmp_path / "new.py").write_text(NEW)
+    beside = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
+    old, new = start.start(app="old:cron", **beside), start.start(app="new:cron", **beside)
+    made = put(db, "added", jobs=50) + put(db, "known", jobs=50)
+    assert await all_ended(db) == {"completed": 100}
+    assert value(db, "SELECT count(*) FROM cronlock.job_history WHERE task = 'added' AND result = '\"new\"'") == 50
+    assert value(db, "SELECT max(attempts) FROM cronlock.job_history WHERE id = ANY (%s)", made) == 1
+    new.send(signal.SIGTERM)
+    assert new.ends() == 0
+    rolled_back = put(db, "added", jobs=20)
+    put(db, "known", jobs=20)
+    await until(lambda: live(db) == 20, "what the old one knows is done")
+    await asyncio.sleep(1.5)
+    left = db.execute("SELECT status, attempts FROM cronlock.job_status WHERE id = ANY (%s)", (rolled_back,)).fetchall()
+    assert left == [("queued", 0)] * 20
+    assert old.process.poll() is None
+    start.start(app="new:cron", **beside)
+    assert await all_ended(db) == {"completed": 140}
+
+
+async def test_workers_whose_clocks_are_hours_off_keep_the_databases_time(start: Workers, db: Db) -> None:
+    for hours in (5, -3):
+        skewed = {"LD_PRELOAD": str(find_libfaketime()), "FAKETIME": f"{hours:+d}h", **FAKETIME}
+        start.start(CRONLOCK_LEASE="3s", CRONLOCK_PRESENCE_GRACE="2s", **skewed)
+    began = value(db, "SELECT clock_timestamp()")
+    slow = put(db, "guarded", '{"pause": 5}', jobs=4)
+    put(db, "work", jobs=50)
+    assert await all_ended(db, 12) == {"completed": 54}
+    assert [effects(db, job) for job in slow] == [[(1, "begun"), (1, "ended")]] * 4
+    assert value(db, "SELECT count(DISTINCT worker) FROM cronlock.job_history") == 2
+    times = """SELECT count(*) FROM cronlock.job_history WHERE NOT (%(began)s <= enqueued_at AND
+        enqueued_at <= started_at AND started_at <= finished_at AND finished_at <= clock_timestamp())"""
+    row = db.execute(times, {"began": began}).fetchone()
+    assert row == (0,)
+    said = start.all[0].said
+    assert said
+
+
+async def test_leases_are_renewed_in_time_under_load(start: Workers, db: Db) -> None:
+    # Case Q02: lease 3 s, a job of 12 s, other jobs all the time; never less than half of the lease is left.
+    worker = start.start("--concurrency", "20", CRONLOCK_LEASE="3s")
+    (job,) = put(db, "guarded", '{"pause": 12}')
+    await until(lambda: begun(db, job), "it has begun")
+    left = []
+    until_at = time.monotonic() + 15
+    query = "SELECT extract(epoch FROM lease_until - clock_timestamp())::float8 FROM cronlock.job WHERE id = %s"
+    while (row := db.execute(query, (job,)).fetchone()) is not None:
+        left.append(row[0])
+        put(db, "brief", jobs=10)
+        assert time.monotonic() < until_at
+        await asyncio.sleep(0.05)
+    assert status(db, job) == ("completed", 1, None)
+    assert min(left) > 1.5, min(left)
+    assert await all_ended(db, 20)
+    assert worker.process.poll() is None
+
+
+async def test_a_lease_or_a_grace_that_makes_no_sense_stops_the_start(start: Workers) -> None:
+    for name in ("CRONLOCK_LEASE", "CRONLOCK_PRESENCE_GRACE"):
+        worker = start.start(waits=False, **{name: "500ms"})
+        assert worker.ends() == 2
+        assert name in worker.said
+        assert "too short" in worker.said

@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from cronlock import Cancel, Cronlock, Retry, Run
-from cronlock.working import Crew
 from tests import SECRET, Db, Make, serving, value
 from tests.web.test_admin import ADMIN, READ, bearer
+from tests.working import working
 
 pytestmark = pytest.mark.anyio
 
@@ -69,18 +69,12 @@ def add_tasks(cron: Cronlock) -> None:
 
 
 @asynccontextmanager
-async def working(cron: Cronlock, make_cron: Make) -> AsyncIterator[None]:
+async def at_work(make_cron: Make) -> AsyncIterator[None]:
     """A worker of the same tasks, in this process."""
     other = make_cron(lease="2s")
     add_tasks(other)
-    crew = Crew(other, ["default"], 5)
-    await crew.start()
-    working = asyncio.create_task(crew.work())
-    try:
+    async with other, working(other, concurrency=5):
         yield
-    finally:
-        crew.drain(0)
-        await working
 
 
 async def ended(client: httpx2.AsyncClient, job_id: int, *statuses: str) -> dict[str, Any]:
@@ -122,7 +116,7 @@ async def test_an_enqueue_answers_202_and_its_worker_completes_the_job(
         assert db.execute("SELECT task, trigger, payload FROM cronlock.job").fetchall() == [
             ("report", "http", {"user": 7})
         ]
-        async with working(cron, make_cron):
+        async with at_work(make_cron):
             assert (await ended(client, job_id))["result"] == {"user": 7, "kind": "daily"}
 
 
@@ -283,7 +277,7 @@ async def test_a_second_enqueue_with_a_key_is_given_the_first_job_whatever_becam
         assert first["duplicate"] is False
         told = {"status": "queued", "jobId": first["jobId"], "duplicate": True}
         assert await again(client) == told, "other options and another order of names are no difference"
-        async with working(cron, make_cron):
+        async with at_work(make_cron):
             await ended(client, first["jobId"])
         assert await again(client) == told
         other = await client.post("/jobs/echo", json={}, headers=key)
@@ -352,7 +346,7 @@ OPEN = {
 
 
 async def test_who_enqueues_sees_the_status_and_only_an_admin_secret_the_rest(cron: Cronlock, make_cron: Make) -> None:
-    async with serving(cron.app()) as client, working(cron, make_cron):
+    async with serving(cron.app()) as client, at_work(make_cron):
         job_id = (await client.post("/jobs/failing", json={})).json()["jobId"]
         seen = await ended(client, job_id)
         answer = await client.get(f"/jobs/{job_id}/")
@@ -383,22 +377,20 @@ async def test_a_job_says_what_it_waits_for(cron: Cronlock, make_cron: Make, db:
         code, sentence = await why(queued)
         assert code == "no_worker"
         assert "no worker that is there serves the queue 'default'" in sentence
+        db.execute("UPDATE cronlock.task SET paused_at = now() WHERE name = 'echo'")
+        assert (await why(queued))[0] == "paused"
+        db.execute("UPDATE cronlock.task SET paused_at = NULL")
         elsewhere = make_cron()
         elsewhere.task("another")(lambda run: None)
-        crew = Crew(elsewhere, ["default"], 1)
-        await crew.start()
-        working_there = asyncio.create_task(crew.work())
-        assert (await why(queued))[0] == "no_handler"
-        listed = (await client.get("/admin/jobs?status=queued", headers=bearer(READ))).json()["jobs"]
-        assert [(row["jobId"], row["hasNoWorker"]) for row in listed] == [(queued, True), (later, False)]
-        async with working(cron, make_cron):
+        async with elsewhere, working(elsewhere):
+            assert (await why(queued))[0] == "no_handler"
+            listed = (await client.get("/admin/jobs?status=queued", headers=bearer(READ))).json()["jobs"]
+            assert [(row["jobId"], row["hasNoWorker"]) for row in listed] == [(queued, True), (later, False)]
+        async with at_work(make_cron):
             assert (await ended(client, queued))["code"] == "completed"
             sleeping = (await client.post("/jobs/sleepy", json={})).json()["jobId"]
             seen = await ended(client, sleeping, "processing")
             assert seen["code"] == "processing"
-            db.execute("UPDATE cronlock.job SET lease_until = now() - interval '1 s', lease_token = gen_random_uuid()")
-        crew.drain(0)
-        await working_there
 
 
 # -- retry and cancel --------------------------------------------------------------------------------------------
@@ -408,7 +400,7 @@ async def test_a_failed_job_is_tried_again_as_itself_and_its_attempts_are_counte
     cron: Cronlock, make_cron: Make, db: Db
 ) -> None:
     async with serving(cron.app()) as client:
-        async with working(cron, make_cron):
+        async with at_work(make_cron):
             job_id = (await client.post("/jobs/failing", json={})).json()["jobId"]
             await ended(client, job_id)
         forbidden = await client.post(f"/jobs/{job_id}/retry", headers=bearer(READ))
@@ -417,12 +409,12 @@ async def test_a_failed_job_is_tried_again_as_itself_and_its_attempts_are_counte
         assert (answer.status_code, answer.json()["status"], answer.json()["maxAttempts"]) == (200, "queued", 4)
         again = await client.post(f"/jobs/{job_id}/retry", headers=bearer(ADMIN))
         assert (again.status_code, again.json()["jobStatus"]) == (409, "queued")
-        async with working(cron, make_cron):
+        async with at_work(make_cron):
             seen = await ended(client, job_id)
         assert [one["attempt"] for one in seen["attempted"]] == [1, 2, 3]
         assert (await client.post("/jobs/12345/retry", headers=bearer(ADMIN))).status_code == 404
         done = (await client.post("/jobs/echo", json={})).json()["jobId"]
-        async with working(cron, make_cron):
+        async with at_work(make_cron):
             await ended(client, done)
         assert (await client.post(f"/jobs/{done}/retry", headers=bearer(ADMIN))).status_code == 409
     assert value(db, "SELECT count(*) FROM cronlock.job_history WHERE id = %s", job_id) == 1
@@ -468,7 +460,7 @@ async def test_a_job_is_cancelled_in_whatever_state_it_is_and_the_answer_says_so
         assert await cancel(queued) == (200, "cancelled", False)
         assert await cancel(later) == (200, "cancelled", False)
         assert await cancel(queued) == (200, "cancelled", True), "the second time it had ended"
-        async with working(cron, make_cron):
+        async with at_work(make_cron):
             sleeping = (await client.post("/jobs/sleepy", json={})).json()["jobId"]
             await ended(client, sleeping, "processing")
             assert await cancel(sleeping) == (200, "cancelled", False), "its worker stops it"
@@ -487,7 +479,7 @@ async def test_a_job_that_its_worker_gives_back_does_not_run_again_after_a_cance
 ) -> None:
     """The worker drains in the moment in which it is asked for."""
     async with serving(cron.app()) as client:
-        async with working(cron, make_cron):
+        async with at_work(make_cron):
             sleeping = (await client.post("/jobs/sleepy", json={})).json()["jobId"]
             await ended(client, sleeping, "processing")
             db.execute("UPDATE cronlock.job SET cancel_requested_at = now(), cancel_requested_by = 'ana'")
@@ -507,7 +499,7 @@ async def test_a_job_of_a_dead_worker_is_cancelled_at_once_and_never_again_taken
         )
         answer = await client.post(f"/jobs/{job_id}/cancel", headers=bearer(ADMIN))
         assert answer.json()["status"] == "cancelled"
-        async with working(cron, make_cron):
+        async with at_work(make_cron):
             after = (await client.post("/jobs/echo", json={})).json()["jobId"]
             await ended(client, after)
         assert (await ended(client, job_id))["attempts"] == 1
@@ -516,7 +508,7 @@ async def test_a_job_of_a_dead_worker_is_cancelled_at_once_and_never_again_taken
 async def test_a_cancel_that_races_with_the_end_leaves_one_end_and_tells_it(
     cron: Cronlock, make_cron: Make, db: Db
 ) -> None:
-    async with serving(cron.app()) as client, working(cron, make_cron):
+    async with serving(cron.app()) as client, at_work(make_cron):
         told: dict[int, str] = {}
         for number in range(200):
             lasts = 0.002 * (number % 10)
@@ -525,7 +517,7 @@ async def test_a_cancel_that_races_with_the_end_leaves_one_end_and_tells_it(
             answer = await client.post(f"/jobs/{job_id}/cancel", headers=bearer(ADMIN))
             assert answer.status_code == 200, answer.text
             told[job_id] = answer.json()["status"]
-    found = dict(db.execute("SELECT id, status FROM cronlock.job_history").fetchall())
+    found: dict[int, str] = dict(db.execute("SELECT id, status FROM cronlock.job_history").fetchall())
     assert found == told
     assert set(told.values()) == {"cancelled", "completed"}
     assert value(db, "SELECT count(*) FROM cronlock.job") == 0
