@@ -28,6 +28,8 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 from typer.testing import CliRunner
 
+from benchmarks.queue import command as queue
+from benchmarks.queue.systems import PEERS
 from benchmarks.table import BEGIN, END
 from cronlock import Cronlock, Outcome, Run, models, steering
 from cronlock.app import Process
@@ -319,6 +321,14 @@ def test_commands_of_run_in_the_pages_exist(project: Path) -> None:
 def test_the_performance_page_has_its_place_for_the_table() -> None:
     text = page("performance")
     assert text.count(BEGIN) == text.count(END) <= 1
+
+
+def test_the_queue_s_performance_page_has_a_place_for_each_of_its_tables() -> None:
+    text = page("performance-queue")
+    for what in (queue.TABLE, queue.CHURN, queue.FAULTS):
+        assert text.count(queue.BEGIN.format(what)) == text.count(queue.END.format(what)) == 1
+    for peer in PEERS:
+        assert peer.name.partition(",")[0] in text
 
 
 # -- SQL -------------------------------------------------------------------------------------------------------
