@@ -212,7 +212,6 @@ async def test_any_name_of_a_schema_will_do(make_cron: Make, empty_url: str, sch
         with psycopg.connect(empty_url, autocommit=True) as db:
             ended = f'SELECT count(*) FROM "{quoted}".job_history'.encode()
             await until(lambda: (db.execute(ended).fetchone() or (0,))[0] == 3, "all have ended")
-        await asyncio.sleep(0.5)  # what begins with a process has begun
 
 
 # -- what is accepted -----------------------------------------------------------------------------------------------

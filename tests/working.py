@@ -23,12 +23,15 @@ async def working(
 ) -> AsyncIterator[Crew]:
     """A worker in this event loop, drained within `drain` seconds at the end."""
     crew = Crew(cron, list(queues), concurrency)
-    await crew.start()
     try:
-        yield crew
+        await crew.start()
+        try:
+            yield crew
+        finally:
+            crew.drain(drain)
+            await crew.work()
     finally:
-        crew.drain(drain)
-        await crew.work()
+        await cron.close(0)
 
 
 class Workers:
