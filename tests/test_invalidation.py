@@ -163,9 +163,7 @@ async def test_a_task_that_touches_no_connection_says_it_in_the_message_that_end
 
 @pytest.mark.parametrize("kind", ["run", "job"])
 @BOTH
-async def test_what_is_rolled_back_has_said_nothing(
-    make: Make, db: Db, told: Told, kind: str, is_async: bool
-) -> None:
+async def test_what_is_rolled_back_has_said_nothing(make: Make, db: Db, told: Told, kind: str, is_async: bool) -> None:
     """A savepoint of SQLAlchemy, of psycopg, of raw SQL, of the session; a statement that fails in one."""
     cron = make()
 
@@ -539,7 +537,9 @@ async def test_a_webhook_gets_keys_tags_and_paths_signed(make: Make, db: Db) -> 
     headers = receiver.headers[0]
     assert headers["content-type"] == "application/json"
     assert headers["user-agent"].startswith("cronlock/")
-    assert headers["cronlock-delivery"] == str(value(db, "SELECT max(id) FROM cronlock.invalidation WHERE target='next'"))
+    assert headers["cronlock-delivery"] == str(
+        value(db, "SELECT max(id) FROM cronlock.invalidation WHERE target='next'")
+    )
 
 
 @pytest.mark.parametrize("answer", [301, 302, 303, 307, 308])
@@ -1060,9 +1060,7 @@ async def test_old_rows_are_pruned_and_those_of_a_target_that_nobody_has_are_tol
             lambda: any(getattr(r, "event", "") == "invalidation.no_process" for r in caplog.records), "it is said"
         )
     assert "invalidation.given_up" in [*events, *(getattr(record, "event", "") for record in caplog.records)]
-    given_up = {
-        record.target for record in caplog.records if getattr(record, "event", "") == "invalidation.given_up"
-    }  # type: ignore[attr-defined]
+    given_up = {record.target for record in caplog.records if getattr(record, "event", "") == "invalidation.given_up"}  # type: ignore[attr-defined]
     assert given_up == {"gone", "long-gone"}
     unseen = [record for record in caplog.records if getattr(record, "event", "") == "invalidation.no_process"]
     assert [record.target for record in unseen] == ["gone"]  # type: ignore[attr-defined]
