@@ -269,14 +269,15 @@ class Cronlock:
         Raises `PayloadError` for a key that can be none, `Unavailable` where the connection is cronlock's own, and
         TypeError for a connection of another kind; else what the connection raises.
         """
+        found = versions.checked(keys)
         if connection is None:
             process = self._process or await self._open_late()
-            return await versions.of_ours(process.database, keys)
-        return await versions.on_async(connection, self.settings.schema_name, keys)
+            return await versions.of_ours(process.database, found)
+        return await versions.on_async(connection, self.settings.schema_name, found)
 
     def cache_versions_sync(self, connection: Any, *keys: str) -> dict[str, int]:
         """`cache_versions` for SQLAlchemy's `Connection` or `Session`, or psycopg's `Connection`."""
-        return versions.on_sync(connection, self.settings.schema_name, keys)
+        return versions.on_sync(connection, self.settings.schema_name, versions.checked(keys))
 
     async def run(
         self, name: str, payload: dict[str, Any] | None = None, *, idempotency_key: str | None = None

@@ -2,16 +2,14 @@
 
 import asyncio
 import json
-import logging
 import os
 import re
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +60,7 @@ async def going(kind: str, cron: Cronlock) -> AsyncIterator[None]:
         async with cron:
             yield
     else:
-        async with working(cron, drain=5):
+        async with cron, working(cron, drain=5):
             yield
 
 
