@@ -25,26 +25,25 @@ def told(keys: Sequence[str], rows: Sequence[Any]) -> dict[str, int]:
 
 async def of_ours(database: Database, keys: Sequence[str]) -> dict[str, int]:
     """On a connection of cronlock's own; raises `Unavailable`."""
-    found = checked(keys)
     statements = invalidation.statements(database.settings.schema_name)
     seconds = database.settings.acquire_timeout.total_seconds()
     try:
         async with database.recording() as connection:
-            (rows,) = await within(seconds, connection, ask(connection, statements.version_message(found)))
+            (rows,) = await within(seconds, connection, ask(connection, statements.version_message(keys)))
     except psycopg.Error as error:
         raise unavailable(error) from error
-    return told(found, rows)
+    return told(keys, rows)
 
 
 async def on_async(connection: Any, schema: str, keys: Sequence[str]) -> dict[str, int]:
     """On a caller's connection, which is async; raises TypeError for what is none."""
-    found, statements = checked(keys), invalidation.statements(schema)
+    statements = invalidation.statements(schema)
     if isinstance(connection, psycopg.AsyncConnection):
-        cursor = await connection.execute(statements.versions("%(keys)s"), {"keys": found})
-        return told(found, await cursor.fetchall())
+        cursor = await connection.execute(statements.versions("%(keys)s"), {"keys": list(keys)})
+        return told(keys, await cursor.fetchall())
     if isinstance(connection, (AsyncConnection, AsyncSession)):
-        result = await connection.execute(text(statements.versions(":keys")), {"keys": found})
-        return told(found, list(result))
+        result = await connection.execute(text(statements.versions(":keys")), {"keys": list(keys)})
+        return told(keys, list(result))
     raise TypeError(
         "cache_versions() takes an async connection of SQLAlchemy or psycopg, or None for one of its own, not"
         f" {type(connection).__name__}; for a synchronous one there is cache_versions_sync()"
@@ -53,11 +52,11 @@ async def on_async(connection: Any, schema: str, keys: Sequence[str]) -> dict[st
 
 def on_sync(connection: Any, schema: str, keys: Sequence[str]) -> dict[str, int]:
     """On a caller's connection, which is not async; raises TypeError for what is none."""
-    found, statements = checked(keys), invalidation.statements(schema)
+    statements = invalidation.statements(schema)
     if isinstance(connection, psycopg.Connection):
-        return told(found, connection.execute(statements.versions("%(keys)s"), {"keys": found}).fetchall())
+        return told(keys, connection.execute(statements.versions("%(keys)s"), {"keys": list(keys)}).fetchall())
     if isinstance(connection, (Connection, Session)):
-        return told(found, list(connection.execute(text(statements.versions(":keys")), {"keys": found})))
+        return told(keys, list(connection.execute(text(statements.versions(":keys")), {"keys": list(keys)})))
     raise TypeError(
         f"cache_versions_sync() takes a connection of SQLAlchemy or psycopg, not {type(connection).__name__}"
     )

@@ -399,7 +399,7 @@ async def test_many_threads_log_into_one_run(make_cron: Make, db: Db, is_async: 
     assert sorted(lines or []) == sorted(f"INFO {number}-{line}" for number in range(8) for line in range(10))
 
 
-def test_a_log_that_two_threads_ask_for_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_log_that_two_threads_ask_for_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what one of them says is lost."""
     from types import SimpleNamespace
 

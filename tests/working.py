@@ -23,15 +23,13 @@ async def working(
 ) -> AsyncIterator[Crew]:
     """A worker in this event loop, drained within `drain` seconds at the end."""
     crew = Crew(cron, list(queues), concurrency)
-    try:
+    async with cron:
         await crew.start()
         try:
             yield crew
         finally:
             crew.drain(drain)
             await crew.work()
-    finally:
-        await cron.close(0)
 
 
 class Workers:
