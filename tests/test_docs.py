@@ -166,7 +166,7 @@ async def test_applications_of_the_deploy_page_answer(as_user: Path) -> None:
 
 def readme_app() -> str:
     """The app in the README."""
-    (block,) = [block for block in blocks("python") if block.page.name == "README.md" and block.page.parent == PROJECT]
+    block, *_ = [block for block in blocks("python") if block.page.name == "README.md" and block.page.parent == PROJECT]
     return block.text
 
 
@@ -302,7 +302,7 @@ def test_commands_and_options_in_the_pages_exist() -> None:
         for words, rest in (found.groups() for piece in pieces for found in line.finditer(piece)):
             name, *others = words.split()
             assert name in known, f"{path.name}: cronlock {words}"
-            group = [name, *others[:1]] if name == "runs" and others else [name]
+            group = [name, *others[:1]] if name in ("runs", "jobs") and others else [name]
             told = help_of(*group)
             for option in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0].split(";")[0]):
                 assert option in told, f"{path.name}: cronlock {words} {option}"

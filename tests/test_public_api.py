@@ -22,8 +22,10 @@ NAMES = [
     "Holder",
     "IdempotencyKeyInUse",
     "IdempotencyKeyReused",
+    "Invalidation",
     "LockLost",
     "NotInTransaction",
+    "Notify",
     "Outcome",
     "PayloadError",
     "PayloadInvalid",
@@ -35,9 +37,11 @@ NAMES = [
     "TransactionRefused",
     "Unavailable",
     "UnknownTask",
+    "VersionTable",
+    "Webhook",
 ]
 SIGNALS = {"Cancel", "Retry"}
-FOR_OUR_OWN_PARTS = {"start_call", "start_queued", "start_enqueue", "is_touched", "as_json"}
+FOR_OUR_OWN_PARTS = {"start_call", "start_queued", "start_enqueue", "start_work", "is_touched", "as_json"}
 """Called by the route, the runner and the command line, not by users."""
 
 
