@@ -32,8 +32,8 @@ OfAsyncpg = type("ConnectionDoesNotExistError", (Exception,), {"__module__": "as
 OfRequests = type("HTTPError", (Exception,), {"__module__": "requests.exceptions"})
 
 
-def of_requests(code: int) -> Exception:
-    error = OfRequests("no")
+def of_requests(code: int) -> Any:
+    error: Any = OfRequests("no")
     error.response = type("Response", (), {"status_code": code, "headers": {"retry-after": "7"}})()
     return error
 
