@@ -19,8 +19,10 @@ NAMES = [
     "CronlockError",
     "Failure",
     "Holder",
+    "Invalidation",
     "LockLost",
     "NotInTransaction",
+    "Notify",
     "Outcome",
     "PayloadError",
     "PayloadInvalid",
@@ -32,6 +34,8 @@ NAMES = [
     "TransactionRefused",
     "Unavailable",
     "UnknownTask",
+    "VersionTable",
+    "Webhook",
 ]
 SIGNALS = {"Cancel", "Retry"}
 FOR_OUR_OWN_PARTS = {"start_call", "is_touched", "as_json"}
