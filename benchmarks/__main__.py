@@ -10,6 +10,7 @@ import psycopg
 
 from benchmarks import machine, trips
 from benchmarks.arms import Arm, Wrong
+from benchmarks.queue import command as queue
 from benchmarks.rig import Rig, holder
 from benchmarks.rows import ALWAYS, GROUPS, TRIPS, Round, Row, rows
 from benchmarks.server import environment
@@ -53,7 +54,9 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     """The command line; ends the process with 2 if it makes no sense."""
-    parser = argparse.ArgumentParser(prog="./run bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="./run bench", description=__doc__, epilog="The queue has a command of its own: ./run bench queue --help"
+    )
     parser.add_argument("--rounds", type=int, help=f"rounds, {LEAST_ROUNDS} at least (default: {LEAST_ROUNDS})")
     parser.add_argument("--seconds", type=int, help="whole seconds of each reading (default: 2)")
     parser.add_argument("--only", choices=GROUPS, help="only these rows")
@@ -137,4 +140,4 @@ def show(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(queue.main(sys.argv[2:]) if sys.argv[1:2] == ["queue"] else main())

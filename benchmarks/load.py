@@ -33,14 +33,24 @@ class Load:
         return self.requests / self.seconds
 
 
-def burst(port: int, route: str, tasks: list[str], seconds: int, *, is_own: bool = False, key: str = "none") -> Load:
+def burst(
+    port: int,
+    route: str,
+    tasks: list[str],
+    seconds: int,
+    *,
+    is_own: bool = False,
+    key: str = "none",
+    body: str = "none",
+) -> Load:
     """Send requests for `seconds`: over 32 connections through all paths in turn, or over one for each path.
 
-    `key` is the idempotency key of every request, or "none"; with a star at its end it is another in each.
+    `key` is the idempotency key of every request, or "none"; with a star at its end it is another in each. `body` is
+    the JSON that is posted, or "none" for a GET.
     """
     threads, connections = (len(tasks), len(tasks)) if is_own else (1, names.CONNECTIONS)
     command = ["wrk", f"-t{threads}", f"-c{connections}", f"-d{seconds}s", "--timeout", "10s", "-s", str(SCRIPT)]
-    command += [f"http://127.0.0.1:{port}", "--", names.SECRET, "own" if is_own else "all", key]
+    command += [f"http://127.0.0.1:{port}", "--", names.SECRET, "own" if is_own else "all", key, body]
     command += [f"/{route}/{task}" for task in tasks]
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

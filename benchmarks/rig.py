@@ -40,7 +40,8 @@ class Rig:
         """Those that can be measured now, by the name that their arms know."""
         self.load_before = os.getloadavg()[0]
         self._url = ""
-        self._postgres_pid: int | None = None
+        self.embedded: Embedded | None = None
+        """The PostgreSQL, where it is ours."""
         self._redis_url: str | None = None
         self._stack = ExitStack()
 
@@ -63,7 +64,7 @@ class Rig:
         self.directory = directory = Path(tempfile.mkdtemp(prefix="cronlock-benchmarks-"))
         stack.callback(shutil.rmtree, directory)
         directory.chmod(0o755)  # root's PostgreSQL runs as another user, who must get through
-        self._url, self._postgres_pid = stack.enter_context(postgres(directory))
+        self._url, self.embedded = stack.enter_context(postgres(directory))
         self.connection = stack.enter_context(psycopg.connect(self._url, autocommit=True))
         if self.has_redis:
             self._redis_url = stack.enter_context(redis_server())
@@ -71,16 +72,21 @@ class Rig:
     @contextmanager
     def database(self, name: str) -> Iterator[str]:
         """A migrated database of its own; gives its URL."""
-        full = f"cronlock_benchmark_{os.getpid()}_{name}"
-        self.connection.execute(f"CREATE DATABASE {full}")
-        url = make_conninfo(self._url, dbname=full)
-        try:
+        with self.empty_database(name) as url:
             migrate(url, "cronlock")
             with psycopg.connect(url, autocommit=True) as connection:
                 connection.execute(f"ALTER TABLE cronlock.run ALTER COLUMN id RESTART WITH {names.FIRST_RUN_ID}")
                 connection.execute("CREATE SCHEMA bare")
                 connection.execute("CREATE TABLE bare.run (LIKE cronlock.run INCLUDING ALL)")
             yield url
+
+    @contextmanager
+    def empty_database(self, name: str) -> Iterator[str]:
+        """A database of its own with nothing in it; gives its URL."""
+        full = f"cronlock_benchmark_{os.getpid()}_{name}"
+        self.connection.execute(f"CREATE DATABASE {full}")
+        try:
+            yield make_conninfo(self._url, dbname=full)
         finally:
             self.connection.execute(f"DROP DATABASE {full} WITH (FORCE)")
 
@@ -106,7 +112,14 @@ class Rig:
 
     def postgres_cpu_seconds(self) -> float | None:
         """The CPU time that an embedded PostgreSQL has used so far; None for another."""
-        return machine.family_cpu_seconds(self._postgres_pid) if self._postgres_pid else None
+        return machine.family_cpu_seconds(self.embedded.pid) if self.embedded is not None else None
+
+    def restart(self) -> None:
+        """Restart an embedded PostgreSQL."""
+        assert self.embedded is not None, "another one is not ours to restart"
+        self.connection.close()
+        self.embedded.restart()
+        self.connection = self._stack.enter_context(psycopg.connect(self._url, autocommit=True))
 
     def postgres(self) -> str:
         """The server's version and the settings that matter here."""
@@ -121,8 +134,8 @@ class Rig:
 
 
 @contextmanager
-def postgres(directory: Path) -> Iterator[tuple[str, int | None]]:
-    """A PostgreSQL, and the process id of its server where that is ours: the one that is started here.
+def postgres(directory: Path) -> Iterator[tuple[str, Embedded | None]]:
+    """A PostgreSQL, and its server where that is ours: the one that is started here.
 
     Where DATABASE_URL is set it is the one that it names, and databases are made and dropped there.
     """
@@ -130,7 +143,7 @@ def postgres(directory: Path) -> Iterator[tuple[str, int | None]]:
         yield given, None
         return
     with Embedded(directory / "postgres", settings=POSTGRES) as server:
-        yield server.url, server.pid
+        yield server.url, server
 
 
 @contextmanager

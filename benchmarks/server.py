@@ -24,11 +24,12 @@ START_SECONDS = 60.0
 class Server:
     """A `cronlock serve` process with the routes of `app`; it can be started and stopped again and again."""
 
-    def __init__(self, url: str, environment: dict[str, str], log: Path) -> None:
+    def __init__(self, url: str, environment: dict[str, str], log: Path, module: str = "benchmarks.app") -> None:
         self.port = free_port()
         self.connection = psycopg.connect(url, autocommit=True)
         self._environment = environment
         self._log = log
+        self._module = module
         self._questions = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -52,7 +53,7 @@ class Server:
         self._questions = 0
         started = time.perf_counter()
         with self._log.open("wb") as log:
-            self._process = launch([sys.executable, "-m", "benchmarks.app", str(self.port)], self._environment, log)
+            self._process = launch([sys.executable, "-m", self._module, str(self.port)], self._environment, log)
         while True:
             try:
                 self.get("/readyz")

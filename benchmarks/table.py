@@ -56,7 +56,7 @@ class Report:
     def _conditions(self) -> str:
         rig = self.rig
         if not self.rounds:
-            return f"Counted on {_today()} with `{self.command}`."
+            return f"Counted on {today()} with `{self.command}`."
         warm = "" if self.is_short else "after one to warm up; "
         cores = "nothing is pinned to a core"
         if rig.server_core is not None:
@@ -64,7 +64,7 @@ class Report:
             others = ", ".join(map(str, sorted(rig.other_cores)))
             cores = f"the server is pinned to core {rig.server_core}, {rest} to core {others}"
         return (
-            f"Measured on {_today()} with `{self.command}`: {len(self.rounds)} rounds of {self.seconds} s a reading, "
+            f"Measured on {today()} with `{self.command}`: {len(self.rounds)} rounds of {self.seconds} s a reading, "
             f"in turn (A B C ... A B C ...) {warm}medians, and ratios taken within a round. "
             f"{names.CONNECTIONS} connections over HTTP on loopback; {cores}. One `cronlock serve` process has all "
             "routes that are compared, and two take turns where servers are; log lines (JSON, one a call; peers write "
@@ -74,22 +74,23 @@ class Report:
         )
 
 
-def write(page: Path, report: str) -> None:
+def write(page: Path, report: str, begin: str = BEGIN, end: str = END) -> None:
     """Put the report between the two marks in a page, or at its end; what stands around it is kept."""
-    before, after = surroundings(page)
-    page.write_text(f"{before.rstrip()}\n\n{BEGIN}\n\n{report}\n\n{END}{after or chr(10)}")
+    before, after = surroundings(page, begin, end)
+    page.write_text(f"{before.rstrip()}\n\n{begin}\n\n{report}\n\n{end}{after or chr(10)}")
 
 
-def surroundings(page: Path) -> tuple[str, str]:
+def surroundings(page: Path, begin: str = BEGIN, end: str = END) -> tuple[str, str]:
     """What stands before and after the report in a page; raises `ValueError` if one of the two marks is missing."""
     text = page.read_text() if page.exists() else "# Performance\n"
-    if (BEGIN in text) != (END in text):
-        raise ValueError(f"{page} has one of these lines without the other: {BEGIN} {END}")
-    before, _, rest = text.partition(BEGIN)
-    return before, rest.partition(END)[2]
+    if (begin in text) != (end in text):
+        raise ValueError(f"{page} has one of these lines without the other: {begin} {end}")
+    before, _, rest = text.partition(begin)
+    return before, rest.partition(end)[2]
 
 
-def _today() -> str:
+def today() -> str:
+    """The date, in UTC."""
     return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
@@ -99,7 +100,8 @@ def _target(row: Row) -> str:
     return f"{'at most' if row.is_less_better else 'at least'} {row.target:g}"
 
 
-def _figure(value: float, unit: str) -> str:
+def figure(value: float, unit: str) -> str:
+    """A reading's value as it stands in a table."""
     if unit == "/s":
         return f"{value:,.0f}/s"
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
@@ -109,7 +111,7 @@ def _row(found: Compared) -> str:
     row = found.row
     ratio = f"{found.ratio:.2f} [{min(found.ratios):.2f}-{max(found.ratios):.2f}]"
     reached = {None: "-", True: "yes", False: "**no**"}[found.is_reached]
-    mine, theirs = _figure(found.mine, row.unit), _figure(found.theirs, row.unit)
+    mine, theirs = figure(found.mine, row.unit), figure(found.theirs, row.unit)
     return f"| {row.what} | {mine} | {row.against} | {theirs} | {ratio} | {_target(row)} | {reached} |"
 
 
@@ -145,7 +147,7 @@ def _readings(rounds: list[Round]) -> str:
         loads = [reading.load for reading in found if reading.load is not None]
         cells = [
             name,
-            _figure(median(reading.value for reading in found), found[0].unit),
+            figure(median(reading.value for reading in found), found[0].unit),
             f"{median(load.p50_ms for load in loads):.2f}" if loads else "",
             f"{median(load.p99_ms for load in loads):.1f}" if loads else "",
             _us([reading.server_us for reading in found]),

@@ -11,9 +11,10 @@ The layers, each of which imports only from those below it:
     recovery
     readiness
     runner
+    stint
     duties | leases
     worker
-    attempts | transaction
+    attempts | queueing | transaction
     attempt | closing | skips | stopping
     execution
     context | gate | guard
@@ -42,10 +43,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
     from cronlock.context import Run
+    from cronlock.enqueue import Enqueued
     from cronlock.errors import (
         Cancel,
         ConfigError,
         CronlockError,
+        IdempotencyKeyInUse,
+        IdempotencyKeyReused,
         LockLost,
         NotInTransaction,
         PayloadError,
@@ -68,8 +72,11 @@ __all__ = [
     "ConfigError",
     "Cronlock",
     "CronlockError",
+    "Enqueued",
     "Failure",
     "Holder",
+    "IdempotencyKeyInUse",
+    "IdempotencyKeyReused",
     "Invalidation",
     "LockLost",
     "NotInTransaction",
@@ -92,6 +99,7 @@ __all__ = [
 MODULES = {
     "Cronlock": "app",
     "Run": "context",
+    "Enqueued": "enqueue",
     **dict.fromkeys(("Failure", "Holder", "Outcome"), "outcome"),
     **dict.fromkeys(("Invalidation", "Notify", "VersionTable", "Webhook"), "targets"),
 }

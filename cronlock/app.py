@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import logging
 import os
 import socket
 import threading
@@ -16,17 +17,19 @@ from cronlock import enqueue, invalidation, jobs, runs, subscribing, versions
 from cronlock.config import Settings
 from cronlock.database import Database
 from cronlock.delivery import Deliverer
-from cronlock.enqueue import Enqueued
+from cronlock.enqueue import Enqueued, Order
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.gate import Call
 from cronlock.inspecting import Inspector
 from cronlock.keys import occurrence_fault
 from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome
+from cronlock.queueing import Queueing
 from cronlock.readiness import Readiness
 from cronlock.recording import Recorder
 from cronlock.recovery import Timer
 from cronlock.runner import Runner, log
+from cronlock.stint import Done, Stints
 from cronlock.targets import CHANNEL, Invalidation, Notify, Targets, VersionTable, Webhook
 from cronlock.tasks import Dedupe, Registry, Task, declare
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.types import ASGIApp
 
+log_jobs = logging.getLogger("cronlock.job")
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=Callable[[Invalidation], Any])
 
@@ -87,8 +91,8 @@ class Cronlock:
 
         - `lock`: the lock's name (the task's by default), or an int that is used as the key itself. Tasks
           that name one lock exclude each other.
-        - `mode`: "transaction" (the task works in the transaction that holds its lock) or "guard" (the lock has a
-          transaction of its own, and the task opens its own).
+        - `mode`: "transaction" (the task works in the transaction that holds its lock), "guard" (the lock has a
+          transaction of its own, and the task opens its own) or "queue" (a call makes a job, which a worker runs).
         - `key`: such as "{tenant}": each value of these fields of the payload has a lock of its own.
         - `max_concurrent`: how many runs of a lock there may be at once, 1 to 100.
         - `min_interval`: a call is skipped for so long after the last completed run of the same task and key.
@@ -348,12 +352,50 @@ class Cronlock:
     ) -> Outcome:
         """Run `task` with a validated payload; `run()` and the cron route both end here."""
         key = task.key.fill(payload) if task.key is not None else None
-        process = self._process or await self._open_late()
-        process.require_loop(asyncio.get_running_loop())
-        if not process.readiness.is_ready:
-            await process.readiness.require()
+        process = await self._ready()
         call = Call(task, payload, trigger, caller, contextvars.copy_context(), key, occurrence, scheduled_for)
         return await process.runner.call(call)
+
+    async def start_queued(
+        self,
+        task: Task,
+        given: dict[str, Any],
+        *,
+        caller: str | None,
+        occurrence: str | None,
+        scheduled_for: str | None,
+    ) -> Enqueued | Outcome:
+        """Make a job of a call of the cron route, or skip it; `given` is the payload as it came."""
+        payload = task.validate(given)
+        key = task.key.fill(payload) if task.key is not None else None
+        process = await self._ready()
+        call = Call(task, payload, "http", caller, contextvars.copy_context(), key, occurrence, scheduled_for)
+        made = await process.queueing.call(call, given)
+        if isinstance(made, Enqueued):
+            process.told(task, made, occurrence)
+        return made
+
+    async def start_enqueue(self, wanted: Order) -> Enqueued:
+        """Enqueue one job in a transaction of its own; the route ends here."""
+        process = await self._ready()
+        (made,) = await process.enqueuer.enqueue(wanted)
+        process.told(wanted.task, made, next(iter(wanted.keys), None))
+        return made
+
+    async def _ready(self) -> "Process":
+        """The process, open and with a database that has the schema; raises `Unavailable`."""
+        process = self._process or await self._open_late()
+        process.require_loop(asyncio.get_running_loop())
+        if process.runner.is_draining:
+            raise Unavailable("shutting_down", "the server is shutting down")
+        if not process.readiness.is_ready:
+            await process.readiness.require()
+        return process
+
+    async def start_work(self, most: int, seconds: float, queues: "Sequence[str]") -> Done:
+        """Work off what is due in these queues for a while, in this process; see `stint`."""
+        process = await self._ready()
+        return await process.stints.work(most, seconds, queues)
 
     async def _open_late(self) -> "Process":
         log.warning(
@@ -534,6 +576,8 @@ class Process:
             self.producer,
             self.outbox,
         )
+        self.queueing = Queueing(self.database, self.recorder, self.runner.attempts.skips, written)
+        self.stints = Stints(settings, self.database, self.producer, self.instance, self.outbox, self.metrics)
         self.readiness = Readiness(self.database, self.runner, tasks)
         self.inspector = Inspector(settings)
         self._timer: asyncio.Task[None] | None = None
@@ -567,6 +611,7 @@ class Process:
     async def drain(self, timeout: float | None = None) -> None:
         """Let what runs end within `timeout` seconds (CRONLOCK_DRAIN_TIMEOUT), then cancel and record it."""
         seconds = self.settings.drain_timeout.total_seconds() if timeout is None else timeout
+        await self.stints.close()
         await self.runner.spawn(self.runner.drain(seconds))
         await self.recorder.drain(5.0)
 
@@ -581,6 +626,16 @@ class Process:
         await self.inspector.close()
         await self.enqueuer.close()
         await self.runner.spawn(self.database.close())
+
+    def told(self, task: Task, made: Enqueued, key: str | None) -> None:
+        """Count and log what a call was given."""
+        self.metrics.enqueued(task.name, made.is_duplicate)
+        if log_jobs.isEnabledFor(logging.INFO):
+            facts = {
+                "event": "job.enqueued", "task": task.name, "jobId": made.job_id, "idempotencyKey": key,
+                "duplicate": made.is_duplicate,
+            }  # fmt: skip
+            log_jobs.info("%s %s", task.name, "enqueued before" if made.is_duplicate else "enqueued", extra=facts)
 
     def _pools(self) -> dict[str, dict[str, int]]:
         database = self.database

@@ -51,6 +51,8 @@ class Attempt:
     progress: dict[str, Any] | None = None
     """What the run said last of how far it is, until it is written."""
     key: str | None = None
+    age_ms: int = 0
+    """How many milliseconds before its claim the job was enqueued."""
     lending: Lending = field(default_factory=Lending)
     started: float = field(default_factory=time.monotonic)
 

@@ -36,6 +36,7 @@ RECONNECT_TIMEOUT = 4.0
 """Seconds after which a pool begins anew to connect: its pauses double, and a server may have come back in one."""
 
 ROLLBACK_WAIT = 2.0
+GIVE_UP_WITHIN = 1.0
 
 NETWORK = {
     "connect_timeout": "5",
@@ -220,11 +221,24 @@ class Database:
             await self.records.putconn(connection)
 
     async def connect(self, seconds: float) -> "psycopg.AsyncConnection[Any]":
-        """A connection of the caller's own, past the pooler if there is a way; raises psycopg's errors."""
-        async with asyncio.timeout(seconds):
-            return await psycopg.AsyncConnection.connect(
-                self.past_pooler, autocommit=True, prepare_threshold=None if self.prepare_threshold is None else 5
-            )
+        """A connection of the caller's own, past the pooler if there is a way; raises psycopg's errors, TimeoutError.
+
+        One that is given up half way is first let come to its end: the server would keep it for its
+        `authentication_timeout`, and with it whoever waits for all backends, such as DROP DATABASE.
+        """
+        threshold = None if self.prepare_threshold is None else 5
+        connecting = asyncio.ensure_future(
+            psycopg.AsyncConnection.connect(self.past_pooler, autocommit=True, prepare_threshold=threshold)
+        )
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(connecting)
+        except (asyncio.CancelledError, TimeoutError):
+            await asyncio.wait((connecting,), timeout=GIVE_UP_WITHIN)
+            connecting.cancel()
+            if not connecting.cancelled() and connecting.done() and connecting.exception() is None:
+                await connecting.result().close()
+            raise
 
     async def learn(self, connection: "psycopg.AsyncConnection[Any]") -> Server:
         """Find out what the server can do, and let SQLAlchemy's dialects look at it, once."""

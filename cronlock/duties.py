@@ -41,6 +41,11 @@ class Duties:
         """When a worker's presence was first seen to be gone, in monotonic seconds."""
         self.recovered = 0
 
+    async def begin(self) -> None:
+        """Put all that is due into its queue, so that a claim finds it; raises what the database does."""
+        while await self._promote() == 0.0:
+            pass
+
     async def keep(self) -> None:
         """Until cancelled."""
         look_at = 0.0
@@ -96,6 +101,7 @@ class Duties:
             rows = wire.rows(results[2])
             for job_id, task, attempt, most, worker, status, backend_pid in rows:
                 self.recovered += 1
+                self._worker.metrics.jobs_recovered()
                 log.error(
                     "%s: job %s was lost with its worker in attempt %s of %s",
                     task, job_id, attempt, most,

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import psycopg
@@ -104,10 +104,15 @@ def order(
         }
     except ValueError as error:
         raise PayloadError(str(error)) from None
-    if run_at is not None and (delay is not None or run_at.tzinfo is None):
-        raise PayloadError("run_at is a time with its time zone, and excludes delay")
+    if run_at is not None:
+        if delay is not None or run_at.tzinfo is None:
+            raise PayloadError("run_at is a time with its time zone, and excludes delay")
+        if not 1970 < run_at.year < 9999 or run_at > datetime.now(UTC) + LONGEST_DELAY:
+            raise PayloadError(f"run_at is at most {LONGEST_DELAY.days} days from now")
     if keys is None and task.dedupe is not None:
         keys = [derived_key(task, payload) for payload in plain]
+    if keys is not None and len(keys) != len(plain):
+        raise PayloadError(f"there must be as many idempotency keys as payloads, not {len(keys)} for {len(plain)}")
     for key in keys or ():
         if fault := occurrence_fault(key):
             raise PayloadError(f"the idempotency key {fault}")
@@ -137,7 +142,12 @@ def derived_key(task: Task, payload: Mapping[str, Any]) -> str:
     """The key of a job where the task says how to find one."""
     dedupe = task.dedupe
     if callable(dedupe):
-        key: str = dedupe(payload)
+        try:
+            key: str = dedupe(payload)
+        except Exception as error:
+            raise PayloadError(
+                f"dedupe of the task {task.name!r} made no key of this payload ({type(error).__name__})"
+            ) from error
         return key
     part = payload if dedupe == "payload" else {name: payload.get(name) for name in dedupe or ()}
     return hashlib.sha256(canonical([task.name, part]).encode()).hexdigest()
@@ -263,6 +273,13 @@ class Producer:
         return order(self.tasks.get(name), [payload], trigger="job", keys=keys, **options)
 
 
+def refused(error: psycopg.Error) -> Unavailable | PayloadError:
+    """What a database's error means for an enqueue: the fault of what was given, or of the moment."""
+    if isinstance(error, psycopg.DataError):
+        return PayloadError(f"the database cannot hold this payload or key ({type(error).__name__})")
+    return unavailable(error)
+
+
 class Enqueuer:
     """Enqueues in transactions of its own: what waits at one moment shares one, but for what has a key."""
 
@@ -308,16 +325,12 @@ class Enqueuer:
             message = HEAD + self._statements.execute("enqueue", [row for row, _ in group]) + b"; COMMIT"
             results = await self._link.send(message, self._seconds)
             ids = [row[0] for row in wire.rows(results[2])]
-        except psycopg.DataError as error:
-            if len(group) > 1:  # one of them, for whose fault the others are not to suffer
+        except (psycopg.Error, Unavailable) as error:
+            if isinstance(error, psycopg.DataError) and len(group) > 1:  # for the fault of one of them
                 for one in group:
                     await self._write_group([one])
-            elif not group[0][1].done():
-                refused = f"the database cannot hold the payload ({type(error).__name__})"
-                group[0][1].set_exception(PayloadError(refused))
-            return
-        except (psycopg.Error, Unavailable) as error:
-            refusal = error if isinstance(error, Unavailable) else unavailable(error)
+                return
+            refusal = error if isinstance(error, Unavailable) else refused(error)
             for _, future in group:
                 if not future.done():
                     future.set_exception(refusal)
@@ -363,7 +376,7 @@ class Enqueuer:
         except psycopg.errors.LockNotAvailable:
             raise IdempotencyKeyInUse(wanted.keys[0]) from None
         except psycopg.Error as error:
-            raise unavailable(error) from error
+            raise refused(error) from error
         except CronlockError:
             if not is_one:
                 await link.send(b"ROLLBACK", self._seconds)

@@ -1,4 +1,4 @@
-"""Why a run ended as it did, or has not ended: a code for programs and a sentence with the facts for people.
+"""Why a run or a job ended as it did, or has not: a code for programs and a sentence with the facts for people.
 
 The code follows from what is in memory when a call is answered and in the row afterwards, so that the answer, the
 log line, the commands and the admin routes say the same; docs/http.md lists the codes.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from cronlock.documents import Result, result_of
 from cronlock.outcome import Outcome
 
 FAILED = {
@@ -270,3 +271,57 @@ def span(milliseconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def job_document(job: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `stats.job` as programs get it: with its code and its explanation; payload and result as they are."""
+    why = explain_job(job)
+    hidden = ("has_worker", "is_served", "is_early", "is_overdue", "is_paused", "due_in_ms")
+    kept = {name: value for name, value in job.items() if name not in hidden}
+    return {
+        **kept,
+        "payload": Result(job["payload"]),
+        "result": result_of(job["result"]),
+        "attempted": job["attempted"] or [],
+        "code": why.code,
+        "explanation": why.sentence,
+    }
+
+
+def explain_job(job: Mapping[str, Any]) -> Why:
+    """The code and the sentence for a row of `stats.job`: what it waits for, or how it ended."""
+    attempt = f"attempt {job['attempts']} of {job['max_attempts']}"
+    error = ": ".join(part for part in (job["error_type"], job["error_message"]) if part)
+    match job["status"]:
+        case "completed":
+            return Why("completed", f"completed in {attempt}, {span(job['duration_ms'])} after that began")
+        case "failed":
+            return Why("failed", f"failed in {attempt}: {error or 'its error was not written'}")
+        case "cancelled":
+            return Why("cancelled", f"cancelled after {job['attempts']} attempts: {error}")
+        case "processing":
+            return processing(job, attempt)
+    left = f"attempt {job['attempts'] + 1} of {job['max_attempts']}"
+    if job["is_early"]:
+        return Why("waiting", f"waits for its time, {span(job['due_in_ms'])} from now; then {left}")
+    due = f"due for {span(-job['due_in_ms'])}"
+    if job["is_paused"]:
+        return Why("paused", f"{due}, but its task is paused; cronlock resume {job['task']} lets workers take it")
+    if not job["is_served"]:
+        return Why("no_worker", f"{due}, but no worker that is there serves the queue {job['queue']!r}")
+    if not job["has_worker"]:
+        return Why("no_handler", f"{due}, but no worker of its queue that is there has the task {job['task']!r}")
+    return Why("due", f"{due}; a worker that is there takes it in its turn, for {left}")
+
+
+def processing(job: Mapping[str, Any], attempt: str) -> Why:
+    """What a job that a worker has is at."""
+    where = f" in process {job['worker_pid']} on {job['worker_host']}" if job["worker_host"] else ""
+    told = f"{attempt} has been at work for {span(job['duration_ms'])}{where}"
+    if job["progress_done"] is not None:
+        told += f", {job['progress_done']} of {job['progress_total'] or 'unknown'} done"
+    if job["is_overdue"]:
+        return Why("overdue", f"{told}; its lease has run out, and any worker takes the job back")
+    if job["cancel_requested_at"] is not None:
+        told += f"; {job['cancel_requested_by'] or 'an operator'} asked for its end"
+    return Why("processing", told)

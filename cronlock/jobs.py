@@ -27,8 +27,8 @@ PARAMETER = re.compile(r"\$(\d)")
 """Where a statement that is prepared has a value."""
 
 CARRIED = (
-    "id, task, queue, priority, payload, trigger, occurrence, idempotency_key, max_attempts, attempts, losses,"
-    " enqueued_at"
+    "id, task, queue, priority, payload, trigger, occurrence, idempotency_key, cron_key, max_attempts, attempts,"
+    " losses, enqueued_at"
 )
 """What a job keeps wherever it is."""
 
@@ -38,10 +38,15 @@ def of(alias: str) -> str:
     return ", ".join(f"{alias}.{column}" for column in CARRIED.split(", "))
 
 
+ENDS = ("completed", "failed", "cancelled")
+
 SUSPECT = 2
 """After so many lost attempts a job is taken alone: it may be what ends its workers."""
 
-CLAIMED = "j.id, j.task, j.payload::text, j.attempts, j.max_attempts, j.trigger, j.occurrence, j.priority"
+CLAIMED = """j.id, j.task, j.payload::text, j.attempts, j.max_attempts, j.trigger, j.occurrence, j.priority,
+       (date_part('epoch', j.started_at - j.run_at) * 1000)::bigint,
+       (date_part('epoch', j.started_at - j.enqueued_at) * 1000)::bigint"""
+"""Its last two columns: for how many milliseconds it was due, and how many ago it was enqueued."""
 
 TAKE = f"""
 UPDATE {{job}} j
@@ -138,24 +143,29 @@ SELECT e.id, coalesce(h.status, 'queued')
  WHERE a.status IS DISTINCT FROM 'lost' AND (h.id IS NOT NULL OR a.job_id IS NOT NULL)
 """
 
-# Given back as if it had not been taken, unless it was to be cancelled.
-RELEASE = f"""
-WITH gone AS (
-    DELETE FROM {{job}} j USING unnest($1, $2) AS e(id, token)
-     WHERE j.id = e.id AND j.lease_token = e.token AND j.cancel_requested_at IS NOT NULL
- RETURNING {of("j")}, j.run_at, j.started_at, j.worker),
+# Given back as if it had not been taken; one that is to be cancelled is, and does not run again.
+GIVE_BACK = f"""
+held AS MATERIALIZED (
+    SELECT j.id, j.cancel_requested_at IS NOT NULL AS is_unwanted FROM {{job}} j JOIN mine m ON m.id = j.id
+     WHERE j.lease_token = m.token FOR NO KEY UPDATE OF j),
+back AS (
+    UPDATE {{job}} j
+       SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
+           backend_pid = NULL
+      FROM held h WHERE j.id = h.id AND NOT h.is_unwanted
+ RETURNING j.id),
+gone AS (
+    DELETE FROM {{job}} j USING held h WHERE j.id = h.id AND h.is_unwanted
+ RETURNING {of("j")}, j.run_at, j.started_at, j.worker, j.cancel_requested_by),
 kept AS (
     INSERT INTO {{job_history}} ({ENDED_COLUMNS})
     SELECT {of("g")}, g.run_at, g.started_at, g.worker, 'cancelled', NULL, 'CancelAsked',
-           'it was to be cancelled when its worker was shut down', NULL
+           concat('cancelled by ', coalesce(nullif(g.cancel_requested_by, ''), 'an operator')), NULL
       FROM gone g)
-UPDATE {{job}} j
-   SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
-       backend_pid = NULL
-  FROM unnest($1, $2) AS e(id, token)
- WHERE j.id = e.id AND j.lease_token = e.token AND j.cancel_requested_at IS NULL
- RETURNING j.id
+SELECT b.id FROM back b UNION ALL SELECT g.id FROM gone g
 """
+
+RELEASE = f"WITH mine AS (SELECT * FROM unnest($1, $2) AS e(id, token)),{GIVE_BACK}"
 
 # Whoever has a row locked is ending it: it is not renewed, and not lost either.
 RENEW = """
@@ -189,14 +199,10 @@ UPDATE {job} j SET progress_done = e.done, progress_total = e.total
 
 PAUSED = "SELECT t.name FROM {task} t WHERE t.paused_at IS NOT NULL"
 
-# Claims of which no answer came: what they took is given back as if it had not been taken.
-DISOWN = """
-UPDATE {job} j
-   SET attempts = j.attempts - 1, lease_token = NULL, lease_until = NULL, worker = NULL, started_at = NULL,
-       backend_pid = NULL
- WHERE j.worker = $1 AND j.lease_token = ANY ($2)
- RETURNING j.id
-"""
+# Claims of which no answer came.
+DISOWN = f"""
+WITH mine AS (
+    SELECT j.id, j.lease_token AS token FROM {{job}} j WHERE j.worker = $1 AND j.lease_token = ANY ($2)),{GIVE_BACK}"""
 
 PROMOTE = f"""
 WITH due AS MATERIALIZED (
@@ -213,12 +219,12 @@ SELECT count(*), (SELECT extract(epoch FROM min(w.run_at) - clock_timestamp())::
 
 # A worker says how long it is there, and by which lock it can be seen.
 SEEN = """
-INSERT INTO {worker} AS w (id, host, pid, release, queues, concurrency, presence_key, has_presence, is_idle,
+INSERT INTO {worker} AS w (id, host, pid, release, queues, tasks, concurrency, presence_key, has_presence, is_idle,
        is_draining, seen_until)
-SELECT s.id, s.host, s.pid, s.release, s.queues, s.concurrency, s.presence_key, s.has_presence, s.is_idle,
+SELECT s.id, s.host, s.pid, s.release, s.queues, s.tasks, s.concurrency, s.presence_key, s.has_presence, s.is_idle,
        s.is_draining, clock_timestamp() + $2
-  FROM json_to_record($1) AS s(id uuid, host text, pid integer, release text, queues text[], concurrency integer,
-       presence_key bigint, has_presence boolean, is_idle boolean, is_draining boolean)
+  FROM json_to_record($1) AS s(id uuid, host text, pid integer, release text, queues text[], tasks text[],
+       concurrency integer, presence_key bigint, has_presence boolean, is_idle boolean, is_draining boolean)
     ON CONFLICT (id) DO UPDATE SET seen_until = excluded.seen_until, has_presence = excluded.has_presence,
        is_draining = excluded.is_draining
 """
@@ -394,7 +400,160 @@ WITH made AS (
 SELECT m.id FROM made m LEFT JOIN told ON true
 """
 
-ONE = "SELECT * FROM {job_status} j WHERE j.id = CAST([id] AS bigint)"
+# A call of the cron URL of a task in queue mode: the task's row is locked by the first statement, so that such calls
+# are decided one after the other, and never beside a pause; the second one sees what the one before it did.
+CALL_LOCK = """
+INSERT INTO {task} AS t (name, mode) VALUES (CAST([task] AS text), 'queue')
+    ON CONFLICT (name) DO UPDATE SET name = excluded.name WHERE false
+"""
+
+# A live job of the cron URL is one of `job` or of `job_waiting`, wherever it is being moved: one snapshot sees both.
+# A name of an occurrence is kept among the idempotency keys, behind a character that no key of a caller can have.
+CALL = f"""
+WITH seen AS MATERIALIZED (
+    SELECT CASE WHEN t.paused_at IS NOT NULL THEN 'paused' WHEN k.job_id IS NOT NULL THEN 'duplicate'
+                WHEN live.id IS NOT NULL THEN 'queued_already' WHEN recent.id IS NOT NULL THEN 'too_soon'
+            END AS reason,
+           coalesce(k.job_id, live.id, recent.id) AS job_id,
+           ceil(date_part('epoch', recent.finished_at + CAST([min_interval] AS interval) - statement_timestamp()))::int
+               AS wait
+      FROM {{task}} t
+      LEFT JOIN {{idempotency_key}} k ON k.task = t.name AND k.key = chr(31) || CAST([occurrence] AS text)
+       AND k.expires_at > clock_timestamp()
+      LEFT JOIN LATERAL (
+           SELECT min(l.id) AS id
+             FROM (SELECT j.id FROM {{job}} j WHERE j.task = t.name AND j.cron_key = CAST([cron_key] AS text)
+                    UNION ALL
+                   SELECT w.id FROM {{job_waiting}} w
+                    WHERE w.task = t.name AND w.cron_key = CAST([cron_key] AS text)) l) live ON true
+      LEFT JOIN LATERAL (
+           SELECT h.id, h.finished_at FROM {{job_history}} h
+            WHERE h.task = t.name AND h.cron_key = CAST([cron_key] AS text) AND h.status = 'completed'
+              AND h.finished_at > statement_timestamp() - CAST([min_interval] AS interval)
+            ORDER BY h.finished_at DESC LIMIT 1) recent ON true
+     WHERE t.name = CAST([task] AS text)),
+new AS MATERIALIZED (SELECT nextval({{job_id}}) AS id FROM seen s WHERE s.reason IS NULL),
+made AS (
+    INSERT INTO {{job}} (id, task, queue, priority, payload, trigger, occurrence, cron_key, max_attempts)
+    SELECT n.id, CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS smallint), CAST([payload] AS jsonb),
+           'http', CAST([occurrence] AS text), CAST([cron_key] AS text), CAST([max_attempts] AS smallint)
+      FROM new n
+ RETURNING id),
+named AS (
+    INSERT INTO {{idempotency_key}} AS k (task, key, fingerprint, job_id, expires_at)
+    SELECT CAST([task] AS text), chr(31) || CAST([occurrence] AS text), '', n.id,
+           clock_timestamp() + CAST([ttl] AS interval)
+      FROM new n WHERE CAST([occurrence] AS text) IS NOT NULL
+        ON CONFLICT (task, key) DO UPDATE SET job_id = excluded.job_id, expires_at = excluded.expires_at),
+{TOLD}
+SELECT s.reason, coalesce(m.id, s.job_id), s.wait, [lock_key]
+  FROM seen s LEFT JOIN made m ON true LEFT JOIN told ON true
+"""
+
+RETRIED = f"""
+    DELETE FROM {{job_history}} h
+     WHERE h.id = ANY (ARRAY(SELECT l.id FROM locked l)) AND h.status IN ('failed', 'cancelled') RETURNING {of("h")}"""
+
+# Ended jobs live again, with their ids: as many attempts more as their task has, which is counted on, so that no number
+# of an attempt is given twice; what they lost workers by is forgotten.
+RETRY = f"""
+WITH locked AS MATERIALIZED ({{chosen}}),
+gone AS ({RETRIED}),
+made AS (
+    INSERT INTO {{job}} ({CARRIED}, run_at)
+    SELECT {
+    of("g")
+    .replace(
+        "g.max_attempts",
+        "least(32767, g.attempts + coalesce(CAST(t.options ->> 'maxAttempts' AS integer), {max_attempts}))",
+    )
+    .replace("g.losses", "0")
+}, clock_timestamp()
+      FROM gone g LEFT JOIN {{task}} t ON t.name = g.task
+ RETURNING id, task),
+{TOLD}
+SELECT m.id, m.task FROM made m LEFT JOIN told ON true ORDER BY m.id
+"""
+
+RETRY_ONE = "SELECT h.id FROM {job_history} h WHERE h.id = {id} FOR UPDATE"
+
+# The dead letters, the oldest first: by the index of those that failed.
+RETRY_FAILED = """
+SELECT h.id FROM {job_history} h
+ WHERE h.status = 'failed' AND h.id > {after} AND ({task_name}::text IS NULL OR h.task = {task_name})
+ ORDER BY h.id LIMIT {limit} FOR UPDATE SKIP LOCKED
+"""
+
+# What nobody works on ends at once; of anything else its worker is told. Both are decided under the lock of the row.
+CANCEL = f"""
+WITH here AS MATERIALIZED (
+    SELECT j.id, j.lease_token IS NOT NULL AND j.lease_until > clock_timestamp() AS is_held
+      FROM {{job}} j WHERE j.id = {{id}} FOR NO KEY UPDATE),
+asked AS (
+    UPDATE {{job}} j SET cancel_requested_at = coalesce(j.cancel_requested_at, clock_timestamp()),
+           cancel_requested_by = coalesce(j.cancel_requested_by, {{by}}::text)
+      FROM here WHERE j.id = here.id AND here.is_held
+ RETURNING j.id),
+gone AS (
+    DELETE FROM {{job}} j USING here WHERE j.id = here.id AND NOT here.is_held
+ RETURNING {of("j")}, j.run_at, j.started_at, j.worker),
+unwaited AS (
+    DELETE FROM {{job_waiting}} w WHERE w.id = {{id}}
+ RETURNING {of("w")}, w.run_at, NULL::timestamptz AS started_at, NULL::uuid AS worker),
+kept AS (
+    INSERT INTO {{job_history}} ({CARRIED}, run_at, started_at, worker, status, error_type, error_message)
+    SELECT {of("e")}, e.run_at, e.started_at, e.worker, 'cancelled', 'CancelAsked',
+           concat('cancelled by ', {{by}}::text)
+      FROM (SELECT * FROM gone UNION ALL SELECT * FROM unwaited) e
+ RETURNING id)
+SELECT a.id, true AS is_asked FROM asked a UNION ALL SELECT k.id, false FROM kept k
+"""
+
+WINDOW = 5000
+"""How many ended jobs a pruner looks at in one transaction."""
+
+# As `runs.OLD`: a window of ended jobs in the order of their ids. Those behind were enqueued later, and so they ended
+# later than this window's were enqueued.
+OLD = """
+WITH seen AS MATERIALIZED (
+    SELECT h.id, h.status, h.enqueued_at, h.finished_at FROM {job_history} h
+     WHERE h.id > {after} ORDER BY h.id LIMIT {window}),
+old AS MATERIALIZED (
+    SELECT s.id, s.status FROM seen s
+     WHERE s.finished_at < clock_timestamp() - make_interval(secs => CASE s.status
+               WHEN 'completed' THEN {completed} ELSE {failed} END))"""
+
+GONE = """
+SELECT (SELECT coalesce(json_object_agg(g.status, g.number), '{{}}')::text
+          FROM (SELECT gone.status, count(*) AS number FROM gone GROUP BY gone.status) g) AS numbers,
+       CASE WHEN count(*) = {window} AND min(s.enqueued_at) < clock_timestamp() - make_interval(secs => {shortest})
+            THEN max(s.id) END AS after
+  FROM seen s
+"""
+
+PRUNE = f"""{OLD},
+locked AS MATERIALIZED (
+    SELECT h.id FROM {{job_history}} h
+     WHERE h.id = ANY (ARRAY(SELECT o.id FROM old o)) FOR UPDATE SKIP LOCKED),
+gone AS (
+    DELETE FROM {{job_history}} h WHERE h.id = ANY (ARRAY(SELECT l.id FROM locked l)) RETURNING h.id, h.status),
+attempts AS (
+    DELETE FROM {{job_attempt}} a WHERE a.job_id = ANY (ARRAY(SELECT g.id FROM gone g)))
+{GONE}"""
+
+PRUNABLE = f"""{OLD},
+gone AS (SELECT o.status FROM old o)
+{GONE}"""
+
+# Keys that have expired, by their index; a row locked by somebody else is his.
+PRUNE_KEYS = """
+WITH old AS MATERIALIZED (
+    SELECT k.task, k.key FROM {idempotency_key} k
+     WHERE k.expires_at < clock_timestamp() ORDER BY k.expires_at LIMIT {window} FOR UPDATE SKIP LOCKED),
+gone AS (
+    DELETE FROM {idempotency_key} k USING old o WHERE k.task = o.task AND k.key = o.key RETURNING 1)
+SELECT count(*) AS number FROM gone
+"""
 
 PREPARED = {
     "claim_next": (CLAIM_NEXT, "uuid, interval, uuid, text, text[], integer, smallint, bigint"),
@@ -445,10 +604,15 @@ encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def literal(value: Any) -> bytes:
-    """A value as SQL in ASCII: a number, text, a time, a span, a UUID, None, a mapping as JSON, or a list of these."""
+    """A value as SQL in ASCII: a number, text, a time, a span, a UUID, None, a mapping as JSON, or a list of these.
+
+    Bytes are SQL already.
+    """
     match value:
         case None:
             return b"NULL"
+        case bytes():
+            return value
         case bool():
             return b"true" if value else b"false"
         case int():
@@ -475,6 +639,19 @@ def item(value: Any) -> str:
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+TABLES = ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker", "job_status", "task")
+
+
+def names_of(schema: str) -> dict[str, sql.Composable]:
+    """What the statements have in braces: tables, the sequence, the channel."""
+    sequence = sql.Identifier(schema, "job_id").as_string(None)
+    return {
+        **{name: sql.Identifier(schema, name) for name in TABLES},
+        "job_id": sql.SQL("{}::regclass").format(sql.Literal(sequence)),
+        "channel": sql.Literal(f"{CHANNEL}:{schema}"),
+    }
+
+
 class Statements:
     """The statements of one schema, put together once.
 
@@ -485,14 +662,10 @@ class Statements:
     def __init__(self, schema: str, *, is_prepared: bool = True) -> None:
         self.is_prepared = is_prepared
         self._whole: dict[str, list[str]] = {}
-        names = ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker", "job_status", "task")
-        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in names}
-        sequence = sql.Identifier(schema, "job_id").as_string(None)
-        self._names["job_id"] = sql.SQL("{}::regclass").format(sql.Literal(sequence))
+        self._names = names_of(schema)
         self._cut: dict[str, list[tuple[str, bool]]] = {}
         self._complete_job = sql.Identifier(schema, "complete_job")
         self.channel = f"{CHANNEL}:{schema}"
-        self._names["channel"] = sql.Literal(self.channel)
 
     def prepare(self, names: Sequence[str] = tuple(PREPARED)) -> bytes:
         """A message after which `execute` works on a connection."""
@@ -531,6 +704,10 @@ class Statements:
         return b"".join(
             cast[int(piece) - 1] if place % 2 else piece.encode() for place, piece in enumerate(pieces)
         ).strip()
+
+    def compose(self, statement: str, **values: Any) -> bytes:
+        """A statement with its values, all of them in braces."""
+        return sql.SQL(statement).format(**self._names, **values).as_bytes(None)
 
     def fill(self, statement: str, values: Mapping[str, Any]) -> bytes:
         """A statement whose values are `[name]`, with them, as a message."""

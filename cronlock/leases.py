@@ -104,6 +104,7 @@ class Leases:
             "pid": instance.pid,
             "release": instance.release,
             "queues": self._worker.queues,
+            "tasks": self._worker.registered,
             "concurrency": self._worker.concurrency,
             "presence_key": presence.key if presence else 0,
             "has_presence": bool(presence and presence.is_held),

@@ -6,15 +6,15 @@ them. Every label is the name of a registered task or a word of cronlock's own, 
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from cronlock.models import RUN_STATUSES, SKIP_REASONS
+from cronlock.models import JOB_ENDS, RUN_STATUSES, SKIP_REASONS
 from cronlock.targets import Targets
 from cronlock.tasks import Registry
 
@@ -22,6 +22,10 @@ ENDED = tuple(status for status in RUN_STATUSES if status not in ("running", "sk
 DECISION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 UNAUTHORIZED = (("cron", "missing"), ("cron", "mismatch"), ("admin", "missing"), ("admin", "mismatch"))
+
+WAIT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0, 120.0, 600.0, 3600.0, 21600.0)
+OTHER = "other"
+"""The label of a queue or a task that nobody who is there has registered."""
 
 Cluster = Mapping[str, Sequence[Mapping[str, Any]]]
 """The rows of `stats.gauges`."""
@@ -51,6 +55,22 @@ class Distribution:
         family.add_metric(labels, told, self._sum / 1000)
 
 
+class JobCounts(Protocol):
+    """What a worker tells of its attempts."""
+
+    def job_started(self, task: str, due_ms: int) -> None:
+        """See `Metrics`."""
+
+    def job_ended(self, task: str, status: str, age_ms: int) -> None:
+        """See `Metrics`."""
+
+    def jobs_recovered(self, number: int = 1) -> None:
+        """See `Metrics`."""
+
+    def lease_lost(self) -> None:
+        """See `Metrics`."""
+
+
 class Metrics:
     """The counters of one `Cronlock`, for as long as it lives.
 
@@ -75,6 +95,12 @@ class Metrics:
         self._unavailable: defaultdict[str, int] = defaultdict(int)
         self._recoveries = 0
         self._pruned = 0
+        self._enqueued: defaultdict[tuple[str, bool], int] = defaultdict(int)
+        self._jobs: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._waits: defaultdict[str, Distribution] = defaultdict(lambda: Distribution(WAIT_BUCKETS))
+        self._ages: defaultdict[str, Distribution] = defaultdict(lambda: Distribution(WAIT_BUCKETS))
+        self._job_recoveries = 0
+        self._leases_lost = 0
 
     def started(self, task: str, decided_ms: int) -> None:
         """A call became a run, `decided_ms` after it came."""
@@ -106,6 +132,28 @@ class Metrics:
     def not_delivered(self, target: str) -> None:
         """A delivery to a target failed."""
         self._told[target, "failed"] += 1
+
+    def enqueued(self, task: str, is_duplicate: bool) -> None:
+        """A call was given a job, its own or that of an earlier one."""
+        self._enqueued[task, is_duplicate] += 1
+
+    def job_started(self, task: str, due_ms: int) -> None:
+        """An attempt at a job began here, so many milliseconds after it was due."""
+        self._waits[task].observe(due_ms)
+
+    def job_ended(self, task: str, status: str, age_ms: int) -> None:
+        """An attempt ended here, and left its job in this status; `age_ms` after the job was enqueued."""
+        self._jobs[task, status] += 1
+        if status != "queued":
+            self._ages[task].observe(age_ms)
+
+    def jobs_recovered(self, number: int = 1) -> None:
+        """Jobs of workers that are gone were taken back by this process."""
+        self._job_recoveries += number
+
+    def lease_lost(self) -> None:
+        """A worker of this process lost the lease of a job that it had begun."""
+        self._leases_lost += 1
 
     def unauthorized(self, scope: str, reason: str) -> None:
         """A call was answered 401."""
@@ -151,7 +199,37 @@ class Metrics:
             failed.add_metric([name], self._told.get((name, "failed"), 0))
         yield from (starts, ends, skips, durations, decisions, unauthorized, unavailable, recoveries, pruned)
         yield from (rows, failed)
+        yield from self._job_families(names)
         yield from self._pool_families()
+
+    def _job_families(self, names: Sequence[str]) -> Iterator[Metric]:
+        nothing = Distribution(WAIT_BUCKETS)
+        enqueued = CounterMetricFamily(
+            "cronlock_enqueued",
+            "Calls that were given a job, by whether it was there before.",
+            labels=["task", "duplicate"],
+        )
+        ends = CounterMetricFamily("cronlock_jobs_ended", "Jobs that ended, by how.", labels=["task", "status"])
+        retries = CounterMetricFamily(
+            "cronlock_job_retries", "Attempts after which a job waits for another.", labels=["task"]
+        )
+        waits = HistogramMetricFamily(
+            "cronlock_job_start_seconds", "From when a job was due to the beginning of an attempt.", labels=["task"]
+        )
+        ages = HistogramMetricFamily("cronlock_job_finish_seconds", "From a job's enqueue to its end.", labels=["task"])
+        for name in names:
+            for is_duplicate in (False, True):
+                enqueued.add_metric([name, str(is_duplicate).lower()], self._enqueued.get((name, is_duplicate), 0))
+            for status in JOB_ENDS:
+                ends.add_metric([name, status], self._jobs.get((name, status), 0))
+            retries.add_metric([name], self._jobs.get((name, "queued"), 0))
+            self._waits.get(name, nothing).add_to(waits, [name])
+            self._ages.get(name, nothing).add_to(ages, [name])
+        recoveries = CounterMetricFamily(
+            "cronlock_job_recoveries", "Jobs taken back from workers that were gone.", self._job_recoveries
+        )
+        losses = CounterMetricFamily("cronlock_leases_lost", "Leases that this worker lost.", self._leases_lost)
+        yield from (enqueued, ends, retries, waits, ages, recoveries, losses)
 
     def _pool_families(self) -> Iterator[Metric]:
         used = GaugeMetricFamily("cronlock_pool_used_connections", "Connections lent out.", labels=["pool"])
@@ -170,7 +248,7 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         registry = CollectorRegistry()
         registry.register(Counted(self))
-        registry.register(Seen(cluster))
+        registry.register(Seen(cluster, {task.queue for task in self._tasks}))
         return encode(registry), content_type
 
 
@@ -192,8 +270,9 @@ class Counted(Collector):
 class Seen(Collector):
     """What the database says, the same whichever process is asked."""
 
-    def __init__(self, cluster: Cluster | None) -> None:
+    def __init__(self, cluster: Cluster | None, queues: Collection[str] = ()) -> None:
         self._cluster = cluster
+        self._queues = set(queues)
 
     def describe(self) -> Iterator[Metric]:
         """Nothing; as above."""
@@ -207,6 +286,7 @@ class Seen(Collector):
             return
         yield from self._of_tasks(self._cluster)
         yield from self._of_all(self._cluster)
+        yield from self._of_jobs(self._cluster)
 
     def _of_tasks(self, cluster: Cluster) -> Iterator[Metric]:
         paused = GaugeMetricFamily("cronlock_paused", "Whether the task is paused.", labels=["task"])
@@ -269,3 +349,52 @@ class Seen(Collector):
         for held_by in ("run", "cronlock", "other", "prepared"):
             xmin.add_metric([held_by], ages.get(held_by) or 0.0)
         yield xmin
+
+    def _of_jobs(self, cluster: Cluster) -> Iterator[Metric]:
+        """By queue; of one that no task here and no worker names, as `other`."""
+        known = self._queues.union(*(worker["queues"] for worker in cluster["workers"]))
+        places = {"queued": 0.0, "processing": 0.0, "overdue": 0.0, "waiting": 0.0, "oldest": 0.0}
+        queues = {queue: dict(places) for queue in sorted(known)}
+        stranded: defaultdict[str, float] = defaultdict(float)
+        for row in cluster["jobs"]:
+            place = queues.setdefault(row["queue"] if row["queue"] in known else OTHER, dict(places))
+            for name in ("queued", "processing", "overdue"):
+                place[name] += row[name]
+            place["oldest"] = max(place["oldest"], row["oldest"] or 0.0)
+            if row["queued"] and not row["has_worker"]:
+                stranded[row["task"] if row["is_known"] else OTHER] += row["queued"]
+        for row in cluster["waiting"]:
+            queues.setdefault(row["queue"] if row["queue"] in known else OTHER, dict(places))["waiting"] += row[
+                "waiting"
+            ]
+        jobs = GaugeMetricFamily("cronlock_jobs", "Live jobs that are due or under way.", labels=["queue", "status"])
+        waiting = GaugeMetricFamily("cronlock_jobs_waiting", "Jobs that wait for their time.", labels=["queue"])
+        overdue = GaugeMetricFamily("cronlock_jobs_overdue", "Jobs whose lease has run out.", labels=["queue"])
+        oldest = GaugeMetricFamily(
+            "cronlock_queue_age_seconds",
+            "For how long the job that is due longest waits for a worker.",
+            labels=["queue"],
+        )
+        for queue, place in queues.items():
+            jobs.add_metric([queue, "queued"], place["queued"])
+            jobs.add_metric([queue, "processing"], place["processing"])
+            waiting.add_metric([queue], place["waiting"])
+            overdue.add_metric([queue], place["overdue"])
+            oldest.add_metric([queue], place["oldest"])
+        handlers = GaugeMetricFamily(
+            "cronlock_jobs_without_worker", "Jobs that are due and that no worker there is takes.", labels=["task"]
+        )
+        for task, number in stranded.items():
+            handlers.add_metric([task], number)
+        workers = GaugeMetricFamily("cronlock_workers", "Workers that are there.", labels=["state"])
+        there = cluster["workers"]
+        draining, idle = (sum(bool(row[name]) for row in there) for name in ("is_draining", "is_idle"))
+        for state, number in (("draining", draining), ("idle", idle), ("all", len(there))):
+            workers.add_metric([state], number)
+        yield from (jobs, waiting, overdue, oldest, handlers, workers)
+        (dead,), (ended,) = cluster["dead"], cluster["ended"]
+        yield GaugeMetricFamily(
+            "cronlock_jobs_failed_last_day", "Jobs that failed in the last 24 h, of the newest 10,000.", dead["failed"]
+        )
+        yield GaugeMetricFamily("cronlock_job_history_rows", "Rows of job_history; an estimate.", ended["rows"])
+        yield GaugeMetricFamily("cronlock_job_history_bytes", "Its size, with its indexes.", ended["bytes"])

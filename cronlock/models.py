@@ -180,6 +180,7 @@ class JobRow(Base):
         CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
         CheckConstraint("(lease_token IS NULL) = (lease_until IS NULL)", name="lease"),
         Index("job_due_idx", "queue", text("priority DESC"), "id"),
+        Index("job_cron_idx", "task", "cron_key", postgresql_where=text("cron_key IS NOT NULL")),
         Index("job_suspect_idx", "queue", "id", postgresql_where=text("losses > 1")),
     )
 
@@ -191,6 +192,7 @@ class JobRow(Base):
     trigger: Mapped[str]
     occurrence: Mapped[str | None]
     idempotency_key: Mapped[str | None]
+    cron_key: Mapped[str | None]
     max_attempts: Mapped[int] = mapped_column(SmallInteger)
     attempts: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
     losses: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
@@ -214,6 +216,7 @@ class WaitingJobRow(Base):
     __table_args__ = (
         CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
         Index("job_waiting_run_at_idx", "queue", "run_at"),
+        Index("job_waiting_cron_idx", "task", "cron_key", postgresql_where=text("cron_key IS NOT NULL")),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -224,6 +227,7 @@ class WaitingJobRow(Base):
     trigger: Mapped[str]
     occurrence: Mapped[str | None]
     idempotency_key: Mapped[str | None]
+    cron_key: Mapped[str | None]
     max_attempts: Mapped[int] = mapped_column(SmallInteger)
     attempts: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
     losses: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
@@ -238,6 +242,13 @@ class EndedJobRow(Base):
     __table_args__ = (
         CheckConstraint(one_of("status", JOB_ENDS), name="status"),
         Index("job_history_failed_idx", "id", postgresql_where=text("status = 'failed'")),
+        Index(
+            "job_history_cron_idx",
+            "task",
+            "cron_key",
+            text("finished_at DESC"),
+            postgresql_where=text("cron_key IS NOT NULL AND status = 'completed'"),
+        ),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -248,6 +259,7 @@ class EndedJobRow(Base):
     trigger: Mapped[str]
     occurrence: Mapped[str | None]
     idempotency_key: Mapped[str | None]
+    cron_key: Mapped[str | None]
     max_attempts: Mapped[int] = mapped_column(SmallInteger)
     attempts: Mapped[int] = mapped_column(SmallInteger)
     losses: Mapped[int] = mapped_column(SmallInteger)
@@ -305,6 +317,7 @@ class WorkerRow(Base):
     pid: Mapped[int] = mapped_column(Integer)
     release: Mapped[str | None]
     queues: Mapped[list[str]] = mapped_column(ARRAY(SqlText))
+    tasks: Mapped[list[str]] = mapped_column(ARRAY(SqlText))
     concurrency: Mapped[int] = mapped_column(Integer)
     presence_key: Mapped[int]
     has_presence: Mapped[bool] = mapped_column(server_default=text("false"))

@@ -41,7 +41,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who held the lock: one of our runs, or a backend that is not ours. Only `run_id`: a run that ended before."""
+    """Who held the lock: one of our runs, or a backend that is not ours. Only `run_id`: a run that ended before.
+
+    Only `job_id`: the job that a call in queue mode was skipped for.
+    """
 
     run_id: int | None = None
     started_at: str | None = None
@@ -49,10 +52,13 @@ class Holder:
     instance: str | None = None
     pid: int | None = None
     application_name: str | None = None
+    job_id: int | None = None
 
     @cached_property
     def json(self) -> str:
         """As the answer of a skipped call shows it; one holder is that of many skips."""
+        if self.job_id is not None:
+            return dump({"jobId": self.job_id})
         if self.run_id is None:
             return dump({"pid": self.pid, "applicationName": self.application_name})
         if self.started_at is None:

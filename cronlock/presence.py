@@ -18,8 +18,11 @@ from psycopg import sql
 
 from cronlock import locks, wire
 from cronlock.database import Database, within
+from cronlock.lending import is_gone
 
 PING = 1.0
+LOOK = 0.1
+"""Seconds between two looks whether the server has closed the connection: others may see that the lock is free."""
 PAUSE = 0.2
 
 
@@ -78,7 +81,11 @@ class Presence:
         self.heard = sent
         self._set(True)
         while True:
-            await asyncio.sleep(PING)
+            ping_at = time.monotonic() + PING
+            while time.monotonic() < ping_at:
+                if is_gone(connection):
+                    raise psycopg.OperationalError("the server has closed the connection")
+                await asyncio.sleep(LOOK)
             sent = time.monotonic()
             await within(PING, connection, wire.send(connection, locks.PING))
             self.heard = sent

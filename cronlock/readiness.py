@@ -155,6 +155,8 @@ def options(task: Task) -> dict[str, Any]:
         "minIntervalSeconds": seconds(task.min_interval),
         "maxConcurrent": task.max_concurrent if task.max_concurrent > 1 else None,
         "key": task.key.template if task.key else None,
+        "queue": task.queue,
+        "maxAttempts": task.max_attempts,
     }
     return {name: value for name, value in options.items() if value is not None}
 

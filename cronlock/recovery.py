@@ -9,10 +9,13 @@ import json
 import logging
 import random
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 
 import psycopg
 
-from cronlock import explain, invalidation, runs, stats
+from cronlock import explain, invalidation, jobs, runs, stats
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.readiness import Readiness
@@ -57,6 +60,21 @@ async def prune(database: Database, statements: runs.Statements, after: int = 0)
     return sum(json.loads(numbers).values()), following
 
 
+async def prune_jobs(database: Database, after: int = 0) -> tuple[int, int | None]:
+    """As `prune`, for jobs that have ended."""
+    of_jobs = jobs.statements(database.settings.schema_name)
+    message = of_jobs.compose(jobs.PRUNE, after=after, window=jobs.WINDOW, **database.settings.retentions())
+    ((numbers, following),) = await transact(database, message)
+    return sum(json.loads(numbers).values()), following
+
+
+async def prune_keys(database: Database, _: int = 0) -> tuple[int, int | None]:
+    """Delete so many idempotency keys that have expired; 0 as where the next begins, if there may be more."""
+    message = jobs.statements(database.settings.schema_name).compose(jobs.PRUNE_KEYS, window=jobs.WINDOW)
+    ((number,),) = await transact(database, message)
+    return number, 0 if number == jobs.WINDOW else None
+
+
 async def transact(database: Database, message: bytes) -> list[Row]:
     """Send one statement in a transaction of its own on a recording connection; its rows."""
     limit = database.settings.acquire_timeout.total_seconds() + 10
@@ -79,8 +97,7 @@ class Timer:
         self._readiness = readiness
         self._told: dict[tuple[str, int], float] = {}
         """Of a task and the first skip of a row of them: how many milliseconds when it was last said."""
-        self._prune_after = 0
-        self._prune_at = 0.0
+        self._prunes = {"runs": Walk(), "jobs": Walk(), "keys": Walk()}
         self._forget_at = 0.0
 
     async def run(self) -> None:
@@ -129,16 +146,25 @@ class Timer:
                 )  # fmt: skip
 
     async def _prune(self) -> None:
-        """Go on with the walk through the old rows, a little at a time; at its end rest, then begin anew."""
-        if time.monotonic() < self._prune_at:
-            return
+        """Go on with the walks through old rows, each a little at a time; at its end one rests, then begins anew."""
+        database, statements = self._database, self._runner.statements
+        pruning: dict[str, Callable[[int], Awaitable[tuple[int, int | None]]]] = {
+            "runs": partial(prune, database, statements),
+            "jobs": partial(prune_jobs, database),
+            "keys": partial(prune_keys, database),
+        }
+        for name, walk in self._prunes.items():
+            if time.monotonic() >= walk.at:
+                await self._walk(walk, pruning[name])
+
+    async def _walk(self, walk: "Walk", pruning: Callable[[int], Awaitable[tuple[int, int | None]]]) -> None:
         for _ in range(PRUNE_WINDOWS):
-            deleted, following = await prune(self._database, self._runner.statements, self._prune_after)
+            deleted, following = await pruning(walk.after)
             self._runner.metrics.pruned(deleted)
-            self._prune_after = following or 0
+            walk.after = following or 0
             if following is None:
                 rest = min(PRUNE_REST, self._database.settings.retentions()["shortest"] / 10)
-                self._prune_at = time.monotonic() + rest
+                walk.at = time.monotonic() + rest
                 return
             await asyncio.sleep(PRUNE_PAUSE)
 
@@ -173,3 +199,11 @@ class Timer:
                 target, oldest, unseen,
                 extra={"event": "invalidation.no_process", "target": target},
             )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Walk:
+    """How far a walk through old rows has come, and when (in monotonic seconds) the next step is due."""
+
+    after: int = 0
+    at: float = 0.0

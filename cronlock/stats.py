@@ -1,4 +1,4 @@
-"""What the commands, the admin routes and the metrics show: reads over task, run and the two views.
+"""What the commands, the admin routes and the metrics show: reads over tasks, runs, jobs and the views.
 
 The newest rows of a task are asked for as `task >= x AND task <= x ORDER BY task, id DESC`, which only an index by
 task and id can give. Asked for as `task = x ORDER BY id DESC`, the planner may walk through the ids of all tasks, past
@@ -15,6 +15,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from cronlock import jobs
 from cronlock.runs import HERE, NOT_HELD
 
 STATEMENT_TIMEOUT = ContextVar("STATEMENT_TIMEOUT", default="30s")
@@ -146,7 +147,66 @@ SELECT r.task, r.blocked_by, r.holder_pid, r.holder_application, first.id AS fir
                             AND l.objid::bigint = r.lock_objid AND l.objsubid = r.lock_objsubid) END
 """
 
+# Whether a worker that is there serves a job's queue and has its task.
+HAS_WORKER = """EXISTS (SELECT FROM {worker} k
+        WHERE k.seen_until > clock_timestamp() AND j.queue = ANY (k.queues) AND j.task = ANY (k.tasks))"""
+
+JOB_COLUMNS = """j.id AS job_id, j.task, j.status, j.queue, j.priority, j.attempts, j.max_attempts, j.enqueued_at,
+       j.run_at, j.started_at, j.finished_at, j.error_type, j.error_message"""
+
+# Its attempts that did not complete, and what a queued job waits for: who is there, and who is before it.
+JOB = f"""
+SELECT {JOB_COLUMNS}, j.payload, j.trigger, j.occurrence, j.idempotency_key, j.losses, j.worker, j.lease_until,
+       j.cancel_requested_at, j.cancel_requested_by, j.progress_done, j.progress_total, j.result,
+       {HAS_WORKER} AS has_worker,
+       j.run_at > clock_timestamp() AS is_early, j.lease_until < clock_timestamp() AS is_overdue,
+       (extract(epoch FROM j.run_at - clock_timestamp()) * 1000)::bigint AS due_in_ms,
+       (extract(epoch FROM coalesce(j.finished_at, clock_timestamp()) - j.started_at) * 1000)::bigint AS duration_ms,
+       EXISTS (SELECT FROM {{worker}} k WHERE k.seen_until > clock_timestamp() AND j.queue = ANY (k.queues))
+           AS is_served,
+       EXISTS (SELECT FROM {{task}} t WHERE t.name = j.task AND t.paused_at IS NOT NULL) AS is_paused,
+       w.host AS worker_host, w.pid AS worker_pid, j.log,
+       (SELECT json_agg(json_build_object('attempt', a.attempt, 'status', a.status, 'started_at', a.started_at,
+               'finished_at', a.finished_at, 'worker', a.worker, 'error_type', a.error_type,
+               'error_message', a.error_message, 'error_traceback', a.error_traceback,
+               'error_sqlstate', a.error_sqlstate, 'log', a.log) ORDER BY a.attempt)
+          FROM (SELECT a.* FROM {{job_attempt}} a WHERE a.job_id = {{id}} ORDER BY a.attempt DESC LIMIT 100) a
+       ) AS attempted
+  FROM {{job_status}} j LEFT JOIN {{worker}} w ON w.id = j.worker
+ WHERE j.id = {{id}}
+"""
+
+HISTORY_LOOK = 100_000
+"""How many of the newest ended jobs a list looks at where it wants some of them."""
+
+JOBS_LIVE = f"""
+SELECT {JOB_COLUMNS}, j.status = 'queued' AND j.run_at <= clock_timestamp() AND NOT {HAS_WORKER} AS has_no_worker
+  FROM (SELECT l.*, CASE WHEN l.lease_token IS NULL THEN 'queued' ELSE 'processing' END AS status,
+               NULL::timestamptz AS finished_at, NULL::text AS error_type, NULL::text AS error_message
+          FROM (SELECT id, task, queue, priority, attempts, max_attempts, enqueued_at, run_at, started_at, lease_token
+                  FROM {{job}}
+                 UNION ALL
+                SELECT id, task, queue, priority, attempts, max_attempts, enqueued_at, run_at, NULL, NULL
+                  FROM {{job_waiting}}) l) j
+ WHERE {{conditions}} ORDER BY j.id DESC LIMIT {{limit}}
+"""
+
+JOBS_ENDED = f"""
+SELECT {JOB_COLUMNS}, false AS has_no_worker
+  FROM (SELECT h.* FROM {{job_history}} h WHERE {{which}} ORDER BY h.id DESC LIMIT {{look}}) j
+ WHERE {{conditions}} ORDER BY j.id DESC LIMIT {{limit}}
+"""
+
+WORKERS = """
+SELECT w.id AS worker, w.host, w.pid, w.release, w.queues, w.tasks, w.concurrency, w.is_idle, w.is_draining,
+       w.started_at, w.seen_until > clock_timestamp() AS is_there
+  FROM {worker} w ORDER BY w.started_at
+"""
+
 BLOCKED_COLUMNS = ("task", "blocked_by", "holder_pid", "holder_application", "first_skip", "skipped_ms")
+
+COUNTED = 500_000
+"""How many live jobs, and how many that wait, are counted at most."""
 
 GAUGES = {
     "tasks": """
@@ -192,6 +252,29 @@ SELECT t.name AS target, count(w.id) AS waiting,
          WHERE i.target >= t.name AND i.target <= t.name AND i.delivered_at IS NULL
          ORDER BY i.target, i.id LIMIT 10000) w ON true
  GROUP BY t.name ORDER BY t.name""",
+    # Of the live jobs only, and of no more than so many: what is counted here is read from one end to the other.
+    "jobs": f"""
+SELECT j.queue, j.task, {HAS_WORKER} AS has_worker, t.name IS NOT NULL AS is_known, j.queued, j.processing, j.overdue,
+       j.oldest
+  FROM (SELECT l.queue, l.task, count(*) FILTER (WHERE l.lease_token IS NULL) AS queued,
+               count(l.lease_token) AS processing, count(*) FILTER (WHERE l.lease_until < clock_timestamp()) AS overdue,
+               extract(epoch FROM clock_timestamp() - min(l.run_at) FILTER (WHERE l.lease_token IS NULL))::float8
+                   AS oldest
+          FROM (SELECT n.queue, n.task, n.lease_token, n.lease_until, n.run_at FROM {{job}} n
+                 LIMIT {COUNTED}) l
+         GROUP BY l.queue, l.task) j
+  LEFT JOIN {{task}} t ON t.name = j.task""",
+    "waiting": f"""
+SELECT w.queue, count(*) AS waiting FROM (SELECT n.queue FROM {{job_waiting}} n LIMIT {COUNTED}) w GROUP BY w.queue""",
+    "workers": """
+SELECT k.queues, k.is_idle, k.is_draining FROM {worker} k WHERE k.seen_until > clock_timestamp()""",
+    "dead": """
+SELECT count(*) FILTER (WHERE f.finished_at > clock_timestamp() - interval '1 day') AS failed
+  FROM (SELECT h.finished_at FROM {job_history} h WHERE h.status = 'failed' ORDER BY h.id DESC LIMIT 10000) f""",
+    "ended": """
+SELECT greatest(c.reltuples::float8, pg_stat_get_live_tuples(c.oid)::float8, 0) AS rows,
+       pg_table_size(c.oid) + pg_indexes_size(c.oid) AS bytes
+  FROM pg_class c WHERE c.oid = {history_name}::regclass""",
     "rows": """
 SELECT greatest(c.reltuples::float8, pg_stat_get_live_tuples(c.oid)::float8, 0) AS rows,
        pg_table_size(c.oid) + pg_indexes_size(c.oid) AS bytes
@@ -244,6 +327,56 @@ def runs(
 def run(connection: Connection, schema: str, run_id: int) -> Row | None:
     """Everything of a run, and of the run that blocked it; None if there is no such run."""
     return next(iter(read(connection, RUN, schema, id=run_id)), None)
+
+
+def job(connection: Connection, schema: str, job_id: int) -> Row | None:
+    """Everything of a job, with its attempts that did not complete; None if there is no such job."""
+    return next(iter(read(connection, JOB, schema, id=job_id)), None)
+
+
+def list_jobs(
+    connection: Connection,
+    schema: str,
+    *,
+    task: str | None = None,
+    queue: str | None = None,
+    status: str | None = None,
+    before: int | None = None,
+    limit: int = 50,
+) -> list[Row]:
+    """Jobs, newest first; `before` continues after the job of that id.
+
+    Where only some of those that ended are asked for, no more than the newest `HISTORY_LOOK` are looked at; those that
+    failed have an index.
+    """
+    wanted: list[sql.Composable] = [sql.SQL("true")]
+    if task is not None:
+        wanted.append(sql.SQL("j.task = {}").format(task))
+    if queue is not None:
+        wanted.append(sql.SQL("j.queue = {}").format(queue))
+    if status is not None:
+        wanted.append(sql.SQL("j.status = {}").format(status))
+    before_it = sql.SQL("true") if before is None else sql.SQL("{} < {}")
+
+    def conditions(*more: sql.Composable) -> sql.Composable:
+        return sql.SQL(" AND ").join([*wanted, *more])
+
+    rows: list[Row] = []
+    if status in (None, "queued", "processing"):
+        older = before_it if before is None else before_it.format(sql.SQL("j.id"), before)
+        rows += read(connection, JOBS_LIVE, schema, conditions=conditions(older), limit=limit)
+    if status in (None, *jobs.ENDS):
+        which = before_it if before is None else before_it.format(sql.SQL("h.id"), before)
+        if status == "failed":
+            which = sql.SQL("{} AND h.status = 'failed'").format(which)
+        look = limit if task is None and queue is None and status in (None, "failed") else HISTORY_LOOK
+        rows += read(connection, JOBS_ENDED, schema, which=which, conditions=conditions(), look=look, limit=limit)
+    return sorted(rows, key=lambda row: -row["job_id"])[:limit]
+
+
+def workers(connection: Connection, schema: str) -> list[Row]:
+    """The workers, oldest first; one that is not there any more is shown until its jobs are recovered."""
+    return read(connection, WORKERS, schema)
 
 
 def tasks(connection: Connection, schema: str) -> list[Row]:
@@ -314,8 +447,12 @@ def read(connection: Connection, text: str, schema: str, **values: Any) -> list[
 
 def names_of(schema: str) -> dict[str, sql.Composable]:
     """The schema's tables and views, by the names in the statements."""
-    tables = (
-        "run", "task", "task_health", "lock_holder", "alembic_version", "invalidation", "invalidation_target",
-    )  # fmt: skip
-    run = sql.Identifier(schema, "run")
-    return {**{name: sql.Identifier(schema, name) for name in tables}, "run_name": sql.Literal(run.as_string(None))}
+    tables = ("run", "task", "task_health", "lock_holder", "alembic_version", "invalidation", "invalidation_target")
+    named = {
+        f"{name}_name": sql.Identifier(schema, table) for name, table in (("run", "run"), ("history", "job_history"))
+    }
+    return {
+        **jobs.names_of(schema),
+        **{name: sql.Identifier(schema, name) for name in tables},
+        **{name: sql.Literal(table.as_string(None)) for name, table in named.items()},
+    }

@@ -1,13 +1,15 @@
-"""What an operator changes from outside: pause, resume, cancel, terminate, recover, prune. Each is one statement."""
+"""What an operator changes from outside: runs, tasks and jobs. Each change is one statement."""
 
 import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from cronlock import runs
+from psycopg import sql
+
+from cronlock import jobs, runs
 from cronlock.runs import HERE
-from cronlock.stats import Connection, Row, read
+from cronlock.stats import Connection, Row, job, names_of, read
 
 PAUSE = """
 UPDATE {task} SET paused_at = coalesce(paused_at, clock_timestamp()), paused_by = {by}, paused_reason = {reason}
@@ -82,6 +84,73 @@ def prune(
             row.values() for row in read(connection, text, schema, after=after, window=runs.WINDOW, **retentions)
         )
         yield after or 0, Counter(json.loads(numbers))
+
+
+CANCEL_TRIES = 10
+"""How often a job is looked for that is being moved at every look."""
+RETRIED_AT_ONCE = 500
+
+
+def cancel_job(connection: Connection, schema: str, job_id: int, *, by: str) -> tuple[str, Row | None]:
+    """Cancel a job: what became of that, and the job as it was then; None if there is none.
+
+    - "cancelled": nobody worked on it, and nobody will;
+    - "asked": its worker stops it within a second, if it does not complete before;
+    - "ended": it had ended before.
+    """
+    for _ in range(CANCEL_TRIES):
+        if (told := change(connection, jobs.CANCEL, schema, id=job_id, by=by)) is not None:
+            return "asked" if told["is_asked"] else "cancelled", job(connection, schema, job_id)
+        row = job(connection, schema, job_id)
+        if row is None or row["finished_at"] is not None:
+            break
+    return "ended", row
+
+
+def retry_job(connection: Connection, schema: str, job_id: int, *, max_attempts: int) -> bool:
+    """Have a job that failed or was cancelled tried again, with its id; False if it is none of these.
+
+    `max_attempts` more times, if the database does not know how many its task has.
+    """
+    chosen = sql.SQL(jobs.RETRY_ONE).format(**names_of(schema), id=job_id)
+    return bool(read(connection, jobs.RETRY, schema, chosen=chosen, max_attempts=max_attempts))
+
+
+def retry_failed(
+    connection: Connection,
+    schema: str,
+    *,
+    task: str | None,
+    max_attempts: int,
+    limit: int,
+    after: int = 0,
+) -> tuple[list[int], int | None]:
+    """Have jobs that failed tried again, a transaction of some hundred: their ids, and where the next one begins."""
+    window = min(limit, RETRIED_AT_ONCE)
+    chosen = sql.SQL(jobs.RETRY_FAILED).format(**names_of(schema), after=after, task_name=task, limit=window)
+    ids = [row["id"] for row in read(connection, jobs.RETRY, schema, chosen=chosen, max_attempts=max_attempts)]
+    return ids, max(ids) if len(ids) == window else None
+
+
+def prune_jobs(
+    connection: Connection, schema: str, retentions: dict[str, float], *, is_dry: bool
+) -> Iterator[tuple[int, Counter[str]]]:
+    """As `prune`, for jobs that have ended."""
+    text = jobs.PRUNABLE if is_dry else jobs.PRUNE
+    after: int | None = 0
+    while after is not None:
+        ((numbers, after),) = (
+            row.values() for row in read(connection, text, schema, after=after, window=jobs.WINDOW, **retentions)
+        )
+        yield after or 0, Counter(json.loads(numbers))
+
+
+def prune_keys(connection: Connection, schema: str) -> Iterator[int]:
+    """Delete the idempotency keys that have expired, so many at a time; gives their numbers."""
+    number = jobs.WINDOW
+    while number == jobs.WINDOW:
+        ((number,),) = (row.values() for row in read(connection, jobs.PRUNE_KEYS, schema, window=jobs.WINDOW))
+        yield number
 
 
 def change(connection: Connection, text: str, schema: str, **values: Any) -> Row | None:

@@ -18,7 +18,7 @@ from cronlock.schedule import Schedule
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.ASCII)
 INT64 = range(-(2**63), 2**63)
-MODES = ("transaction", "guard")
+MODES = ("transaction", "guard", "queue")
 MOST_SLOTS = 100
 MOST_PRIORITY = 1000
 MOST_ATTEMPTS = 10_000
@@ -78,6 +78,11 @@ class Task:
     def is_guarded(self) -> bool:
         """Whether the lock has a transaction of its own, and the task opens its own."""
         return self.mode == "guard"
+
+    @functools.cached_property
+    def is_queued(self) -> bool:
+        """Whether a call of its URL makes a job, which a worker runs; in a worker it has a transaction."""
+        return self.mode == "queue"
 
     @functools.cached_property
     def is_plain(self) -> bool:
@@ -205,10 +210,17 @@ def declare(
     if skip_status not in (None, 200, 409, 503):
         raise RegistrationError(f"task {name!r}: skip_status must be 200, 409 or 503, not {skip_status!r}")
     if mode not in MODES:
-        raise RegistrationError(f"task {name!r}: mode must be {' or '.join(map(repr, MODES))}, not {mode!r}")
+        raise RegistrationError(
+            f"task {name!r}: mode must be {', '.join(map(repr, MODES[:-1]))} or {MODES[-1]!r}, not {mode!r}"
+        )
     if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or not 1 <= max_concurrent <= MOST_SLOTS:
         raise RegistrationError(
             f"task {name!r}: max_concurrent must be a whole number from 1 to {MOST_SLOTS}, not {max_concurrent!r}"
+        )
+    if mode == "queue" and max_concurrent > 1:
+        raise RegistrationError(
+            f"task {name!r}: in queue mode its URL has one live job at a time, or one for each value of `key`;"
+            " max_concurrent is for the other modes"
         )
     if isinstance(lock, int) and (max_concurrent > 1 or key is not None):
         raise RegistrationError(
@@ -273,7 +285,8 @@ def options_of_jobs(
 ) -> dict[str, Any]:
     """The options of a task for its jobs, checked; raises ValueError naming the one that is wrong."""
     if dedupe is not None and dedupe != "payload" and not callable(dedupe):
-        if isinstance(dedupe, str) or not all(isinstance(name, str) and name for name in dedupe) or not dedupe:
+        is_list = isinstance(dedupe, Sequence) and not isinstance(dedupe, str) and len(dedupe) > 0
+        if not is_list or not all(isinstance(name, str) and name for name in dedupe):
             raise ValueError(f"dedupe must be 'payload', the names of fields, or a callable, not {dedupe!r}")
         dedupe = tuple(dedupe)
     kinds = None if retry_on is None else (retry_on,) if isinstance(retry_on, type) else tuple(retry_on)

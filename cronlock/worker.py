@@ -39,6 +39,7 @@ from cronlock.execution import Returned, Stop, do, heeded
 from cronlock.invalidation import Outbox
 from cronlock.lending import cut
 from cronlock.link import Link
+from cronlock.metrics import JobCounts, Metrics
 from cronlock.outcome import Failure, failure
 from cronlock.recording import HEAD
 from cronlock.reporting import JobReport
@@ -89,7 +90,10 @@ class Claim:
 
 
 class Worker:
-    """One process's worker. `queues` are served in their order; `concurrency` jobs at most run at once."""
+    """One process's worker. `queues` are served in their order; `concurrency` jobs at most run at once.
+
+    It takes `most` jobs at most, where that is given.
+    """
 
     def __init__(
         self,
@@ -101,8 +105,13 @@ class Worker:
         *,
         queues: Sequence[str],
         concurrency: int,
+        metrics: JobCounts | None = None,
+        most: int | None = None,
     ) -> None:
         self.id = str(instance.id)
+        self.metrics: JobCounts = metrics or Metrics(producer.tasks)
+        self.left = most
+        """How many jobs it may still take; None for any number."""
         self.queues = list(queues)
         self.concurrency = concurrency
         self.running: dict[int, Attempt] = {}
@@ -151,6 +160,11 @@ class Worker:
         """Close the connection, after the last end is written."""
         await self._link.close()
 
+    @property
+    def registered(self) -> list[str]:
+        """The tasks that it has, paused ones too."""
+        return list(self._tasks)
+
     def paused(self, names: AbstractSet[str]) -> None:
         """Claim no job of these tasks, and those of all others."""
         self.names = [name for name in self._tasks if name not in names]
@@ -178,6 +192,11 @@ class Worker:
             pause = PAUSE[0]
             if not is_more:
                 await self._rest()
+
+    @property
+    def is_out_of_work(self) -> bool:
+        """Whether nothing runs, and nothing is left that it may take; another look may find more."""
+        return not self.running and (self.is_said_idle or self.left == 0)
 
     @property
     def _has_ends(self) -> bool:
@@ -328,6 +347,7 @@ class Worker:
     def _claim(self) -> "Claim | None":
         """The next claim, if there is a free place: behind the last one, or from the front."""
         free = 0 if self.is_draining else self.concurrency - len(self.running)
+        free = free if self.left is None else min(free, self.left)
         if free <= 0:
             return None
         # Half of the places at once, if there are many: while some jobs run, others are claimed.
@@ -347,6 +367,8 @@ class Worker:
         """Start what was claimed; whether to claim again at once."""
         lease = Lease(sent + self._lease.total_seconds())
         rows.sort(key=lambda row: (-row[7], row[0]))
+        if self.left is not None:
+            self.left -= len(rows)
         for row in rows:
             self._start(row, claim.token, lease)
         if self.is_draining:
@@ -370,14 +392,16 @@ class Worker:
         return not was_said  # once more, after others can see that it is idle
 
     def _start(self, row: tuple[Any, ...], token: str, lease: Lease) -> Attempt:
-        job_id, name, payload, number, most, trigger, occurrence, priority = row
+        job_id, name, payload, number, most, trigger, occurrence, priority, due_ms, age_ms = row
         task = self._tasks[name]
         attempt = Attempt(job_id, token, task, None, number, most, trigger, occurrence, priority, self.id, lease)
         if self.is_draining:  # since the claim was sent
             self._given_back.append(attempt)
             return attempt
         attempt.is_unicode = self._database.is_unicode
+        attempt.age_ms = age_ms
         self.running[job_id] = attempt
+        self.metrics.job_started(name, due_ms)
         try:
             attempt.payload = task.validate(json.loads(payload))
         except BaseException as error:  # a model's own code, and pydantic-core's panics are no Exception
@@ -507,12 +531,14 @@ class Worker:
 
     def _completed(self, attempt: Attempt) -> None:
         self.ended += 1
+        self.metrics.job_ended(attempt.task.name, "completed", attempt.age_ms + attempt.elapsed_ms())
         if attempt.lending.said is not None:
             attempt.lending.said.committed()
         self._report.completed(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def _failed(self, attempt: Attempt, end: End, status: str) -> None:
         self.ended += 1
+        self.metrics.job_ended(attempt.task.name, status, attempt.age_ms + attempt.elapsed_ms())
         self._report.ended(
             status,
             end.attempt_status or status,
@@ -527,6 +553,7 @@ class Worker:
     def _missed(self, attempt: Attempt) -> None:
         """The lease was lost before the end could be written."""
         self.ended += 1
+        self.metrics.lease_lost()
         self._report.lease_lost(attempt.task.name, attempt.run_id, attempt.attempt, attempt.elapsed_ms())
 
     def stop(self, attempt: Attempt, stop: Stop) -> None:

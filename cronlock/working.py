@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import psycopg
+from prometheus_client import CollectorRegistry, start_http_server
 from psycopg import sql
 
 from cronlock.database import Database
@@ -19,6 +20,7 @@ from cronlock.duties import Duties
 from cronlock.errors import ConfigError
 from cronlock.leases import Leases
 from cronlock.presence import Presence
+from cronlock.stint import ended
 from cronlock.worker import Worker
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 MOST_SEATS = 100
 """How many connections a worker opens at most for jobs that have a transaction."""
 LISTEN_PAUSE = 1.0
+PRESENCE_WAIT = 2.0
 
 log = logging.getLogger("cronlock.worker")
 
@@ -60,14 +63,18 @@ class Crew:
             process.outbox,
             queues=self._queues,
             concurrency=self._concurrency,
+            metrics=cron.metrics,
         )
         presence = Presence(database) if database.keeps_records_apart else None
         self._leases = Leases(database, statements, self.worker, process.instance, presence)
         self._duties = Duties(database, statements, self.worker)
-        await self._leases.begin()
         spawn = asyncio.get_running_loop().create_task
         if presence is not None:
             self._keepers.append(spawn(presence.keep()))
+            with suppress(TimeoutError):  # what it takes before others can see it, only the lease gives back
+                await asyncio.wait_for(presence.changed.wait(), PRESENCE_WAIT)
+        await self._leases.begin()
+        if presence is not None:
             self._keepers.append(spawn(listen(database, statements.channel, self.worker.wake)))
         self._keepers.append(spawn(self._duties.keep()))
         self._leasing = spawn(self._leases.keep())
@@ -91,15 +98,6 @@ class Crew:
         if self._drains:
             limit = 0.0
         self._drains.append(asyncio.get_running_loop().create_task(self.worker.drain(limit)))
-
-
-async def ended(task: "asyncio.Task[None]") -> None:
-    """Cancel a task and wait for its end."""
-    while not task.done():  # Python 3.11 loses a cancellation that comes with what was waited for
-        task.cancel()
-        await asyncio.wait((task,), timeout=1)
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a part of the worker broke off", exc_info=error)
 
 
 async def listen(database: Database, channel: str, wake: Callable[[], None]) -> None:
@@ -144,6 +142,19 @@ async def live(cron: "Cronlock", queues: Sequence[str], concurrency: int, starte
         await crew.work()
     finally:
         await cron.close(0)
+
+
+def answer_prometheus(registry: CollectorRegistry, host: str, port: int) -> None:
+    """Answer scrapes from a thread until the process ends; raises `ConfigError` if that place cannot be had.
+
+    There is no secret: who reaches the address reads counters, whose labels are names of tasks.
+    """
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ConfigError(f"--metrics-port: {host}:{port} cannot be listened on: {error.strerror}") from None
+    place = f"http://{host}:{server.server_port}/metrics"
+    log.info("metrics are on %s", place, extra={"event": "worker.metrics", "url": place})
 
 
 def require_queues(text: str) -> list[str]:

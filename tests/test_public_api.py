@@ -17,8 +17,11 @@ NAMES = [
     "ConfigError",
     "Cronlock",
     "CronlockError",
+    "Enqueued",
     "Failure",
     "Holder",
+    "IdempotencyKeyInUse",
+    "IdempotencyKeyReused",
     "Invalidation",
     "LockLost",
     "NotInTransaction",
@@ -38,7 +41,7 @@ NAMES = [
     "Webhook",
 ]
 SIGNALS = {"Cancel", "Retry"}
-FOR_OUR_OWN_PARTS = {"start_call", "is_touched", "as_json"}
+FOR_OUR_OWN_PARTS = {"start_call", "start_queued", "start_enqueue", "is_touched", "as_json"}
 """Called by the route, the runner and the command line, not by users."""
 
 
@@ -90,7 +93,7 @@ def test_every_exported_name_says_what_it_is(name: str, project: Path) -> None:
     assert f"`{name}`" in (project / "docs/tasks.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["Cronlock", "Run", "Outcome", "Failure", "Holder"])
+@pytest.mark.parametrize("name", ["Cronlock", "Run", "Enqueued", "Outcome", "Failure", "Holder"])
 def test_every_public_member_is_documented(name: str, project: Path) -> None:
     kind = getattr(cronlock, name)
     text = (project / "docs/tasks.md").read_text()

@@ -23,12 +23,13 @@ async def working(
 ) -> AsyncIterator[Crew]:
     """A worker in this event loop, drained within `drain` seconds at the end."""
     crew = Crew(cron, list(queues), concurrency)
-    await crew.start()
-    try:
-        yield crew
-    finally:
-        crew.drain(drain)
-        await crew.work()
+    async with cron:
+        await crew.start()
+        try:
+            yield crew
+        finally:
+            crew.drain(drain)
+            await crew.work()
 
 
 class Workers:

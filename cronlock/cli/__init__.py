@@ -4,7 +4,23 @@ from typing import Annotated
 
 import typer
 
-from cronlock.cli import dev, exits, locks, migrate, pause, prune, recover, run, runs, secret, serve, tasks, worker
+from cronlock.cli import (
+    dev,
+    enqueue,
+    exits,
+    jobs,
+    locks,
+    migrate,
+    pause,
+    prune,
+    recover,
+    run,
+    runs,
+    secret,
+    serve,
+    tasks,
+    worker,
+)
 
 HELP = """
 Cron routes that never overlap, on PostgreSQL alone.
@@ -47,10 +63,12 @@ app.command("dev", rich_help_panel="Run it")(dev.dev)
 app.command("serve", rich_help_panel="Run it")(serve.serve)
 app.command("worker", rich_help_panel="Run it")(worker.worker)
 app.command("run", rich_help_panel="Run it")(run.run)
+app.command("enqueue", rich_help_panel="Run it")(enqueue.enqueue)
 app.command("migrate", rich_help_panel="Run it")(migrate.migrate)
 app.command("secret", rich_help_panel="Run it")(secret.secret)
 app.command("tasks", rich_help_panel="Look at it")(tasks.tasks)
 app.add_typer(runs.app, name="runs", rich_help_panel="Look at it")
+app.add_typer(jobs.app, name="jobs", rich_help_panel="Look at it")
 app.command("locks", rich_help_panel="Look at it")(locks.locks)
 app.command("pause", rich_help_panel="Steer it")(pause.pause)
 app.command("resume", rich_help_panel="Steer it")(pause.resume)

@@ -4,7 +4,9 @@ On a terminal a table has colours (unless NO_COLOR is set) and relative times; e
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,6 +16,7 @@ from cronlock.documents import iso
 STYLES = {
     "completed": "green",
     "running": "cyan",
+    "processing": "cyan",
     "failed": "red",
     "timed_out": "red",
     "lost": "red",
@@ -25,6 +28,39 @@ STYLES = {
 def note(message: str) -> None:
     """A line on stderr."""
     print(message, file=sys.stderr, flush=True)
+
+
+TELL_EVERY = 2.0
+
+Tell = Callable[[int, str | None], None]
+"""Takes how much is done, and a sentence for those who see no bar."""
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Tell]:
+    """Show how far something is: on a terminal as a bar, elsewhere as a line every two seconds, both on stderr."""
+    if not sys.stderr.isatty():
+        told = time.monotonic()
+
+        def tell(done: int, sentence: str | None) -> None:
+            nonlocal told
+            if sentence and time.monotonic() - told >= TELL_EVERY:
+                told = time.monotonic()
+                note(sentence)
+
+        yield tell
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
+        bar = drawn.add_task(what, total=total)
+
+        def draw(done: int, sentence: str | None) -> None:
+            drawn.update(bar, completed=done)
+
+        yield draw
 
 
 def document(value: Any) -> None:

@@ -1,15 +1,17 @@
 """`cronlock prune`."""
 
-import time
 from collections import Counter
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cronlock.cli import connecting, output
 from cronlock.cli.options import Json
 
-TELL_EVERY = 2.0
+if TYPE_CHECKING:
+    from cronlock.stats import Connection
+
 LIMIT = "5s"
 """How long one window may take."""
 
@@ -20,38 +22,65 @@ def prune(
     ] = False,
     is_json: Json = False,
 ) -> None:
-    """Delete the rows of runs that are older than their retention, as every server's timer does by itself.
+    """Delete what is older than its retention, as the timer of every server and worker does by itself.
 
-    Skipped runs are kept CRONLOCK_RETENTION_SKIPPED (7d), completed ones CRONLOCK_RETENTION_COMPLETED (28d), all others
-    CRONLOCK_RETENTION_FAILED (90d). What runs, and a task's last run and last completed run, stay. Goes through the
-    table in small transactions, oldest first; stop it at any time, and what it has deleted stays deleted.
+    Skipped runs are kept CRONLOCK_RETENTION_SKIPPED (7d), completed runs and jobs CRONLOCK_RETENTION_COMPLETED (28d),
+    all others CRONLOCK_RETENTION_FAILED (90d). What has not ended, and a task's last run and last completed run, stay.
+    Idempotency keys go when they have expired. Goes through the tables in small transactions, oldest first; stop it at
+    any time, and what it has deleted stays deleted.
 
     Examples: `cronlock prune --dry-run` · `CRONLOCK_RETENTION_SKIPPED=1d cronlock prune`
     """
     settings = connecting.settings()
     from cronlock import stats, steering
 
-    total: Counter[str] = Counter()
-    told = time.monotonic()
+    totals: dict[str, Counter[str]] = {"runs": Counter(), "jobs": Counter(), "keys": Counter()}
     done = "would be deleted" if is_dry else "deleted"
-    with connecting.connect(settings) as connection:
+    schema, retentions = settings.schema_name, settings.retentions()
+
+    def windows(connection: "Connection") -> Iterator[tuple[str, int, Counter[str]]]:
+        for after, numbers in steering.prune(connection, schema, retentions, is_dry=is_dry):
+            yield "runs", after, numbers
+        for after, numbers in steering.prune_jobs(connection, schema, retentions, is_dry=is_dry):
+            yield "jobs", after, numbers
+        if not is_dry:
+            for number in steering.prune_keys(connection, schema):
+                yield "keys", 0, Counter({"expired": number} if number else {})
+
+    with connecting.connect(settings) as connection, output.progress(f"rows {done}") as tell:
         before = stats.STATEMENT_TIMEOUT.set(LIMIT)
         try:
-            for after, numbers in steering.prune(
-                connection, settings.schema_name, settings.retentions(), is_dry=is_dry
-            ):
-                total += numbers
-                if after and time.monotonic() - told >= TELL_EVERY:
-                    told = time.monotonic()
-                    output.note(f"up to run {after}: {total.total():,} {done}")
+            for name, after, numbers in windows(connection):
+                totals[name] += numbers
+                number = sum(total.total() for total in totals.values())
+                tell(number, f"up to {name.removesuffix('s')} {after}: {number:,} {done}" if after else None)
         except KeyboardInterrupt:
-            output.note(f"stopped: {total.total():,} {done}; the same command goes on")
+            number = sum(total.total() for total in totals.values())
+            output.note(f"stopped: {number:,} {done}; the same command goes on")
             raise
         finally:
             stats.STATEMENT_TIMEOUT.reset(before)
+    number = sum(total.total() for total in totals.values())
+    each = {name: [{"status": status, "rows": rows} for status, rows in sorted(total.items())]
+            for name, total in totals.items()}  # fmt: skip
     if is_json:
-        by_status = [{"status": status, "rows": rows} for status, rows in sorted(total.items())]
-        output.document({"rows": total.total(), "is_dry_run": is_dry, "by_status": by_status})
+        output.document(
+            {
+                "rows": number,
+                "is_dry_run": is_dry,
+                "by_status": each["runs"],
+                "jobs_by_status": each["jobs"],
+                "keys": totals["keys"].total(),
+            }
+        )
         return
-    each = ", ".join(f"{rows:,} {status}" for status, rows in sorted(total.items()))
-    print(f"{total.total():,} rows {done}{f' ({each})' if each else ''}")
+    print(f"{number:,} rows {done}{shown(totals)}")
+
+
+def shown(totals: "dict[str, Counter[str]]") -> str:
+    """What they were: runs by their status, then jobs, then keys."""
+    told = [", ".join(f"{rows:,} {status}" for status, rows in sorted(totals["runs"].items()))]
+    told += [", ".join(f"{rows:,} {status}" for status, rows in sorted(totals["jobs"].items())) + " jobs"]
+    told += [f"{totals['keys'].total():,} idempotency keys"]
+    kept = [text for text, total in zip(told, totals.values(), strict=True) if total]
+    return f" ({'; '.join(kept)})" if kept else ""

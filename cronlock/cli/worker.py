@@ -17,6 +17,20 @@ def worker(
         int | None,
         typer.Option(metavar="N", min=1, max=10000, help="Jobs at once. [default: CRONLOCK_WORKER_CONCURRENCY, 10]"),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Answer Prometheus there, with what this worker counted; 0 finds a free port.",
+            show_default=False,
+        ),
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option("--metrics-host", metavar="HOST", help="The address for that.")
+    ] = "127.0.0.1",
 ) -> None:
     """Run the jobs of APP's tasks, for production; start as many of these processes as you like.
 
@@ -41,6 +55,8 @@ def worker(
 
     async def live() -> None:
         async with serving.unbound_threads():
+            if metrics_port is not None:
+                working.answer_prometheus(cron.metrics.registry, metrics_host, metrics_port)
             await working.live(cron, names, concurrency or cron.settings.worker_concurrency, started)
 
     with asyncio.Runner(loop_factory=serving.loop_factory()) as runner:

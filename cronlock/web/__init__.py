@@ -1,4 +1,4 @@
-"""The HTTP side: `/cron/{task}`, the admin routes, two open probes, and what another application gets."""
+"""The HTTP side: `/cron/{task}`, `/jobs/..`, the admin routes, two open probes, and what another application gets."""
 
 import functools
 from collections.abc import AsyncIterator
@@ -15,6 +15,7 @@ from cronlock.errors import CronlockError, Unavailable
 from cronlock.web.admin import endpoints
 from cronlock.web.cron import CronEndpoint
 from cronlock.web.fallback import lifespan_of, require_asgi
+from cronlock.web.jobs import JobsEndpoint
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -69,10 +70,12 @@ def application(cron: "Cronlock", fallback: ASGIApp | None = None, *, has_probes
             async with lifespan_of(fallback) as state, cron.lifespan(app):
                 yield state or None
 
+    jobs = JobsEndpoint(cron)
     make = Starlette if fallback is None else functools.partial(InFront, fallback)
     app = make(
         routes=[
             Route("/cron/{task:path}", CronEndpoint(cron)),
+            *(Route(f"/jobs/{{name}}{slash}", jobs) for slash in ("", "/")),
             *(Route(path, endpoint) for path, endpoint in endpoints(cron)),
             *([Route("/healthz", healthz), Route("/readyz", readyz)] if has_probes else []),
         ],

@@ -17,7 +17,7 @@ from cronlock.errors import CronlockError, PayloadError, Unavailable
 from cronlock.inspecting import Inspector
 from cronlock.jsontext import clip
 from cronlock.metrics import Metrics
-from cronlock.models import RUN_STATUSES
+from cronlock.models import JOB_STATUSES, RUN_STATUSES
 from cronlock.recovery import tell_lost
 from cronlock.tasks import NAME
 from cronlock.web import answers
@@ -36,6 +36,10 @@ CANCEL_WAIT = 1.5
 """Seconds in which a run that was asked to end is expected to."""
 FORCE_GRACE = 5.0
 """Seconds that its code has before its connection is ended, where that is asked for."""
+JOB_CANCEL_WAIT = 2.5
+"""Seconds in which a worker is expected to stop a job."""
+RETRY_LIMIT = 10_000
+"""How many jobs one request retries at most."""
 POLL = 0.1
 
 
@@ -53,6 +57,7 @@ class Asked:
 
     inspector: Inspector
     metrics: Metrics
+    max_attempts: int
     path: Mapping[str, str]
     query: Mapping[str, str]
     body: Mapping[str, object]
@@ -77,6 +82,24 @@ class Asked:
     def run_id(self) -> int:
         """The run that the path names; raises `Wrong`."""
         return whole(self.path["id"], f"{shown(self.path['id'])} is not the number of a run", LARGEST_ID)
+
+    @property
+    def job_id(self) -> int:
+        """The job that the path names; raises `Wrong`."""
+        return whole(self.path["id"], f"{shown(self.path['id'])} is not the number of a job", LARGEST_ID)
+
+    def chosen(self, name: str, among: Sequence[str]) -> str | None:
+        """A word of the query that is one of these; raises `Wrong`."""
+        if (text := self.query.get(name)) is not None and text not in among:
+            raise Wrong(400, f"{name} must be one of {', '.join(among)}")
+        return text
+
+    def named(self, name: str) -> str | None:
+        """The name of a task or a queue in the query; raises `Wrong`."""
+        text = self.query.get(name)
+        if text is not None and not NAME.fullmatch(text):
+            raise Wrong(400, f"{shown(text)} is not the name of a {name}")
+        return text
 
     @property
     def task(self) -> str:
@@ -204,6 +227,86 @@ def changed(asked: Asked, row: stats.Row | None) -> Answer:
     return document(200, **row)
 
 
+async def list_jobs(asked: Asked) -> Answer:
+    """Jobs, newest first, a page at a time."""
+    limit = asked.number("limit", DEFAULT_LIMIT, LARGEST_LIMIT) or DEFAULT_LIMIT
+    rows = await asked.inspector.ask(
+        stats.list_jobs,
+        task=asked.named("task"),
+        queue=asked.named("queue"),
+        status=asked.chosen("status", JOB_STATUSES),
+        before=asked.number("before", None, LARGEST_ID),
+        limit=limit,
+    )
+    return document(200, jobs=rows, next_before=rows[-1]["job_id"] if len(rows) == limit else None)
+
+
+async def read_job(asked: Asked) -> Answer:
+    """Everything about a job, with its attempts that did not complete."""
+    return document(200, job=explain.job_document(await job_of(asked)))
+
+
+async def job_of(asked: Asked) -> stats.Row:
+    """The row of the job that the path names; raises `Wrong`."""
+    row = await asked.inspector.ask(stats.job, asked.job_id)
+    if row is None:
+        raise Wrong(404, f"there is no job {asked.job_id}; it may have been pruned")
+    return row
+
+
+async def cancel_job(asked: Asked) -> Answer:
+    """Cancel a job: at once if nobody works on it, else by its worker, for which this waits a moment."""
+    by = asked.word("by") or "admin"
+    outcome, row = await asked.inspector.ask(steering.cancel_job, asked.job_id, by=by)
+    until = time.monotonic() + JOB_CANCEL_WAIT
+    while outcome == "asked" and row is not None and row["finished_at"] is None and time.monotonic() < until:
+        await asyncio.sleep(POLL)
+        row = await job_of(asked)
+    if row is None:
+        raise Wrong(404, f"there is no job {asked.job_id}; it may have been pruned")
+    why = explain.explain_job(row)
+    return document(
+        200 if row["finished_at"] is not None else 202,
+        job_id=asked.job_id,
+        task=row["task"],
+        status=row["status"],
+        is_too_late=outcome == "ended" or row["status"] in ("completed", "failed"),
+        code=why.code,
+        explanation=why.sentence,
+    )
+
+
+async def retry_job(asked: Asked) -> Answer:
+    """Have a job that failed or was cancelled tried again, as the same job."""
+    is_retried = await asked.inspector.ask(steering.retry_job, asked.job_id, max_attempts=asked.max_attempts)
+    row = await job_of(asked)
+    if not is_retried:
+        reason = f"the job is {row['status']}; only one that failed or was cancelled is retried"
+        return plain(409, "conflict", reason=reason, jobId=asked.job_id, jobStatus=row["status"])
+    return document(200, job_id=asked.job_id, task=row["task"], status=row["status"], max_attempts=row["max_attempts"])
+
+
+async def retry_jobs(asked: Asked) -> Answer:
+    """Have jobs that failed tried again, of one task or (`all=true`) of all; so many at most."""
+    task = asked.named("task")
+    if (task is None) == (asked.chosen("all", ("true",)) is None):
+        raise Wrong(400, "say either task=.. or all=true")
+    limit = asked.number("limit", RETRY_LIMIT, RETRY_LIMIT) or RETRY_LIMIT
+    number = 0
+    after: int | None = 0
+    while after is not None and number < limit:
+        ids, after = await asked.inspector.ask(
+            steering.retry_failed, task=task, max_attempts=asked.max_attempts, limit=limit - number, after=after
+        )
+        number += len(ids)
+    return document(200, task=task, retried=number, is_cut=number == limit)
+
+
+async def list_workers(asked: Asked) -> Answer:
+    """The workers, and what they serve."""
+    return document(200, workers=await asked.inspector.ask(stats.workers))
+
+
 async def list_locks(asked: Asked) -> Answer:
     """Who holds an advisory lock of this database."""
     rows = await asked.inspector.ask(stats.locks)
@@ -238,6 +341,12 @@ WAYS = (
     Way("/admin/runs", "GET", list_runs, query=("task", "status", "before", "limit")),
     Way("/admin/runs/{id}", "GET", read_run),
     Way("/admin/runs/{id}/cancel", "POST", cancel_run, query=("force",), body=("by",)),
+    Way("/admin/jobs", "GET", list_jobs, query=("task", "queue", "status", "before", "limit")),
+    Way("/admin/jobs/retry", "POST", retry_jobs, query=("task", "all", "limit")),
+    Way("/admin/jobs/{id}", "GET", read_job),
+    *(Way(f"{place}/{{id}}/cancel", "POST", cancel_job, body=("by",)) for place in ("/admin/jobs", "/jobs")),
+    *(Way(f"{place}/{{id}}/retry", "POST", retry_job) for place in ("/admin/jobs", "/jobs")),
+    Way("/admin/workers", "GET", list_workers),
     Way("/admin/locks", "GET", list_locks),
     Way("/metrics", "GET", read_metrics),
 )
@@ -300,6 +409,7 @@ class AdminEndpoint:
         asked = Asked(
             inspector=process.inspector,
             metrics=self._cron.metrics,
+            max_attempts=self._cron.settings.max_attempts,
             path=scope["path_params"],
             query=query,
             body={},

@@ -6,7 +6,8 @@ from typing import Any
 
 from starlette.types import Send
 
-from cronlock.errors import PayloadInvalid, Unavailable
+from cronlock.enqueue import Enqueued
+from cronlock.errors import IdempotencyKeyInUse, IdempotencyKeyReused, PayloadInvalid, Unavailable
 from cronlock.explain import code
 from cronlock.jsontext import clip
 from cronlock.outcome import Outcome, dump
@@ -60,6 +61,22 @@ def invalid(error: PayloadInvalid) -> Answer:
             break
         fields.append(cut)
     return plain(422, "unprocessable", fields=fields)
+
+
+def enqueued(made: Enqueued, **facts: Any) -> Answer:
+    """A job was made, or had been made by the same key or occurrence before."""
+    return plain(202, "queued", **facts, jobId=made.job_id, duplicate=made.is_duplicate)
+
+
+def reused(error: IdempotencyKeyReused) -> Answer:
+    """The key is another payload's."""
+    return plain(422, "unprocessable", reason=clip(str(error), FIELD_LIMIT * 3), jobId=error.job_id)
+
+
+def in_use(error: IdempotencyKeyInUse) -> Answer:
+    """Nobody can say yet whose the key is."""
+    headers = [(b"retry-after", b"%d" % error.retry_after)]
+    return plain(409, "conflict", headers, reason=clip(str(error), FIELD_LIMIT * 3))
 
 
 def unavailable(error: Unavailable) -> Answer:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Scope, Send
 
 from cronlock import jsontext
+from cronlock.enqueue import Enqueued
 from cronlock.errors import CronlockError, PayloadError, PayloadInvalid, Unavailable
 from cronlock.keys import occurrence_fault
 from cronlock.outcome import Outcome
@@ -20,6 +21,7 @@ from cronlock.web import answers
 from cronlock.web.answers import Answer, plain
 from cronlock.web.auth import Bearer, authorization, report
 from cronlock.web.body import TooLarge, read_object
+from cronlock.web.work import WORK, work
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -68,11 +70,14 @@ class CronEndpoint:
             report(refusal, scope)
             self._cron.metrics.unauthorized("cron", refusal)
             return answers.unauthorized(refusal)
-        task = self._cron.tasks.find(scope["path_params"]["task"].removesuffix("/"))
-        if task is None:
+        name = scope["path_params"]["task"].removesuffix("/")
+        task = self._cron.tasks.find(name)
+        if task is None and name != WORK:
             return plain(404, "not_found")
         if scope["method"] not in METHODS:
             return plain(405, "method_not_allowed", [(b"allow", b"GET, POST")])
+        if task is None:
+            return await work(self._cron, scope)
         fields = dict(headers)
         skip_status = task.skip_status
         try:
@@ -88,6 +93,13 @@ class CronEndpoint:
                 given = jsontext.merge(own, body)
             payload = task.validate(given)
             occurrence, scheduled_for = occurrence_of(headers, fields)
+            if task.is_queued:
+                made = await self._cron.start_queued(
+                    task, given, caller=recognise(fields), occurrence=occurrence, scheduled_for=scheduled_for
+                )
+                if isinstance(made, Enqueued):
+                    return answers.enqueued(made, task=task.name)
+                return answers.of(made, skip_status)
         except PayloadError as error:
             return plain(400, "bad_request", reason=str(error))
         except TooLarge:
@@ -109,16 +121,21 @@ def occurrence_of(headers: list[tuple[bytes, bytes]], fields: dict[bytes, bytes]
     time = fields.get(b"x-cloudscheduler-scheduletime")
     scheduled_for = None if time is None else moment(time)
     if b"idempotency-key" in fields:
-        keys = {value.strip() for name, value in headers if name == b"idempotency-key"}
-        if len(keys) > 1:
-            raise PayloadError("there are two Idempotency-Key headers with different values")
-        return checked(unquoted(keys.pop()), "Idempotency-Key"), scheduled_for
+        return idempotency_key(headers), scheduled_for
     if message := fields.get(b"upstash-message-id"):
         return checked(message, "Upstash-Message-Id"), scheduled_for
     job = fields.get(b"x-cloudscheduler-jobname")
     if job and scheduled_for:
         return checked(job + b"/" + scheduled_for.encode(), "X-CloudScheduler-JobName"), scheduled_for
     return None, scheduled_for
+
+
+def idempotency_key(headers: list[tuple[bytes, bytes]]) -> str | None:
+    """The `Idempotency-Key` of a request, if it has one; raises `PayloadError` as `occurrence_of` does."""
+    keys = {value.strip() for name, value in headers if name == b"idempotency-key"}
+    if len(keys) > 1:
+        raise PayloadError("there are two Idempotency-Key headers with different values")
+    return checked(unquoted(keys.pop()), "Idempotency-Key") if keys else None
 
 
 def unquoted(value: bytes) -> bytes:

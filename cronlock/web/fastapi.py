@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cronlock.web.admin import endpoints
 from cronlock.web.cron import CronEndpoint
+from cronlock.web.jobs import JobsEndpoint
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -33,7 +34,13 @@ class Passed(Response):
 def router(cron: "Cronlock") -> APIRouter:
     """The router of a `Cronlock`, for `include_router`."""
     made = APIRouter(lifespan=cron.lifespan)
-    routes: list[tuple[str, ASGIApp]] = [("/cron/{task:path}", CronEndpoint(cron)), *endpoints(cron)]
+    jobs = JobsEndpoint(cron)
+    routes: list[tuple[str, ASGIApp]] = [
+        ("/cron/{task:path}", CronEndpoint(cron)),
+        ("/jobs/{name}", jobs),
+        ("/jobs/{name}/", jobs),
+        *endpoints(cron),
+    ]
     for path, endpoint in routes:
         made.add_api_route(path, passing(endpoint), methods=METHODS, include_in_schema=False)
     return made

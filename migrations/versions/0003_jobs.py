@@ -9,7 +9,8 @@ depends_on = None
 
 # A job is a row of exactly one of these three: moved by one statement that deletes it here and inserts it there.
 # `job` has only what is due or under way, so that a claim never walks past anything else; its rows have room beside
-# them, so that a claim changes no index (fillfactor), and are vacuumed soon.
+# them, so that a claim changes no index (fillfactor), and are vacuumed soon. `cron_key` is set for what a call of a
+# cron URL made, to the key of that call (blank for a task without one): the next call finds it while it is live.
 TABLES = """
 SET LOCAL lock_timeout = '2s';
 SET LOCAL statement_timeout = '60s';
@@ -26,6 +27,7 @@ CREATE TABLE {schema}.job (
     trigger text NOT NULL,
     occurrence text,
     idempotency_key text,
+    cron_key text,
     max_attempts smallint NOT NULL,
     attempts smallint NOT NULL DEFAULT 0,
     losses smallint NOT NULL DEFAULT 0,
@@ -48,6 +50,7 @@ CREATE TABLE {schema}.job (
 );
 
 CREATE INDEX job_due_idx ON {schema}.job (queue, priority DESC, id);
+CREATE INDEX job_cron_idx ON {schema}.job (task, cron_key) WHERE cron_key IS NOT NULL;
 CREATE INDEX job_suspect_idx ON {schema}.job (queue, id) WHERE losses > 1;
 
 CREATE TABLE {schema}.job_waiting (
@@ -59,6 +62,7 @@ CREATE TABLE {schema}.job_waiting (
     trigger text NOT NULL,
     occurrence text,
     idempotency_key text,
+    cron_key text,
     max_attempts smallint NOT NULL,
     attempts smallint NOT NULL DEFAULT 0,
     losses smallint NOT NULL DEFAULT 0,
@@ -68,6 +72,7 @@ CREATE TABLE {schema}.job_waiting (
 );
 
 CREATE INDEX job_waiting_run_at_idx ON {schema}.job_waiting (queue, run_at);
+CREATE INDEX job_waiting_cron_idx ON {schema}.job_waiting (task, cron_key) WHERE cron_key IS NOT NULL;
 
 CREATE TABLE {schema}.job_history (
     id bigint CONSTRAINT job_history_pkey PRIMARY KEY,
@@ -78,6 +83,7 @@ CREATE TABLE {schema}.job_history (
     trigger text NOT NULL,
     occurrence text,
     idempotency_key text,
+    cron_key text,
     max_attempts smallint NOT NULL,
     attempts smallint NOT NULL,
     losses smallint NOT NULL,
@@ -95,6 +101,8 @@ CREATE TABLE {schema}.job_history (
 );
 
 CREATE INDEX job_history_failed_idx ON {schema}.job_history (id) WHERE status = 'failed';
+CREATE INDEX job_history_cron_idx ON {schema}.job_history (task, cron_key, finished_at DESC)
+    WHERE cron_key IS NOT NULL AND status = 'completed';
 
 CREATE TABLE {schema}.job_attempt (
     job_id bigint NOT NULL,
@@ -129,6 +137,7 @@ CREATE TABLE {schema}.worker (
     pid integer NOT NULL,
     release text,
     queues text[] NOT NULL,
+    tasks text[] NOT NULL,
     concurrency integer NOT NULL,
     presence_key bigint NOT NULL,
     has_presence boolean NOT NULL DEFAULT false,
@@ -194,10 +203,10 @@ BEGIN
     WITH done AS (
         DELETE FROM {schema}.job j WHERE j.id = done_id AND j.lease_token = token RETURNING j.*)
     INSERT INTO {schema}.job_history (id, task, queue, priority, payload, trigger, occurrence, idempotency_key,
-           max_attempts, attempts, losses, enqueued_at, run_at, started_at, worker, status, result, log)
+           cron_key, max_attempts, attempts, losses, enqueued_at, run_at, started_at, worker, status, result, log)
     SELECT d.id, d.task, d.queue, d.priority, d.payload, d.trigger, d.occurrence, d.idempotency_key,
-           d.max_attempts, d.attempts, d.losses, d.enqueued_at, d.run_at, d.started_at, d.worker, 'completed',
-           job_result, job_log
+           d.cron_key, d.max_attempts, d.attempts, d.losses, d.enqueued_at, d.run_at, d.started_at, d.worker,
+           'completed', job_result, job_log
       FROM done d;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'cronlock: lease lost' USING ERRCODE = '25000';
@@ -209,21 +218,22 @@ END $$;
 
 JOB_STATUS = """
 CREATE VIEW {schema}.job_status AS
-SELECT j.id, j.task, j.queue, j.priority, j.payload, j.trigger, j.occurrence, j.idempotency_key, j.max_attempts,
-       j.attempts, j.losses, CASE WHEN j.lease_token IS NULL THEN 'queued' ELSE 'processing' END AS status,
+SELECT j.id, j.task, j.queue, j.priority, j.payload, j.trigger, j.occurrence, j.idempotency_key, j.cron_key,
+       j.max_attempts, j.attempts, j.losses,
+       CASE WHEN j.lease_token IS NULL THEN 'queued' ELSE 'processing' END AS status,
        j.enqueued_at, j.run_at, j.started_at, NULL::timestamptz AS finished_at, j.worker, j.lease_until,
        j.cancel_requested_at, j.cancel_requested_by, j.progress_done, j.progress_total, NULL::text AS result,
        NULL::text AS error_type, NULL::text AS error_message, NULL::text AS log
   FROM {schema}.job j
  UNION ALL
-SELECT w.id, w.task, w.queue, w.priority, w.payload, w.trigger, w.occurrence, w.idempotency_key, w.max_attempts,
-       w.attempts, w.losses, 'queued', w.enqueued_at, w.run_at, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-       NULL, NULL, NULL
+SELECT w.id, w.task, w.queue, w.priority, w.payload, w.trigger, w.occurrence, w.idempotency_key, w.cron_key,
+       w.max_attempts, w.attempts, w.losses, 'queued', w.enqueued_at, w.run_at, NULL, NULL, NULL, NULL, NULL, NULL,
+       NULL, NULL, NULL, NULL, NULL, NULL
   FROM {schema}.job_waiting w
  UNION ALL
-SELECT h.id, h.task, h.queue, h.priority, h.payload, h.trigger, h.occurrence, h.idempotency_key, h.max_attempts,
-       h.attempts, h.losses, h.status, h.enqueued_at, h.run_at, h.started_at, h.finished_at, h.worker, NULL, NULL,
-       NULL, NULL, NULL, h.result, h.error_type, h.error_message, h.log
+SELECT h.id, h.task, h.queue, h.priority, h.payload, h.trigger, h.occurrence, h.idempotency_key, h.cron_key,
+       h.max_attempts, h.attempts, h.losses, h.status, h.enqueued_at, h.run_at, h.started_at, h.finished_at, h.worker,
+       NULL, NULL, NULL, NULL, NULL, h.result, h.error_type, h.error_message, h.log
   FROM {schema}.job_history h;
 
 COMMENT ON VIEW {schema}.job_status IS

@@ -46,10 +46,11 @@ def work_in_thread(run: Run, payload: dict[str, Any]) -> None:
 
 @cron.task("guarded", mode="guard")
 async def guarded(run: Run, payload: dict[str, Any]) -> str:
-    """Says at once that it began, waits, and says that it ended."""
+    """Says at once that it began, waits, asks whether the job is still its own, and says that it ended."""
     say(run, "begun")
     pause = 0.0 if payload.get("once") and run.attempt > 1 else float(payload.get("pause", 0))
     await asyncio.sleep(pause)
+    run.check()
     say(run, "ended")
     return "ended"
 

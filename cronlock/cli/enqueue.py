@@ -1,0 +1,88 @@
+"""`cronlock enqueue`."""
+
+import asyncio
+import json
+import sys
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cronlock.cli.options import App, require_app
+
+if TYPE_CHECKING:
+    from cronlock.app import Cronlock
+    from cronlock.enqueue import Enqueued
+
+
+def enqueue(
+    app: App = None,
+    task: Annotated[str | None, typer.Argument(metavar="TASK", help="The task's name.", show_default=False)] = None,
+    payload: Annotated[
+        str | None,
+        typer.Option(metavar="JSON", help="The payload, a JSON object; - reads it from stdin.", show_default=False),
+    ] = None,
+    delay: Annotated[
+        str | None, typer.Option(metavar="DURATION", help="Not before so long: 90s, 15m, 7d.", show_default=False)
+    ] = None,
+    run_at: Annotated[
+        datetime | None,
+        typer.Option(
+            metavar="TIME",
+            formats=["%Y-%m-%dT%H:%M:%S%z"],
+            help="Not before this time, with its zone.",
+            show_default=False,
+        ),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", help="In place of the task's; the higher goes first.", show_default=False)
+    ] = None,
+    queue: Annotated[
+        str | None, typer.Option(metavar="QUEUE", help="In place of the task's.", show_default=False)
+    ] = None,
+    max_attempts: Annotated[
+        int | None, typer.Option("--max-attempts", metavar="N", help="In place of the task's.", show_default=False)
+    ] = None,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option(
+            "--idempotency-key",
+            metavar="KEY",
+            help="Names this enqueue: a second one with it gives the first job.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write a job of a task, which a worker runs; prints what `POST /jobs/TASK` would be answered.
+
+    Examples: `cronlock enqueue main:cron generate-report --payload '{"reportId": 7}'` ·
+    `cronlock enqueue main:cron clean-up --delay 15m`
+    """
+    if task is None:  # one argument: the task of the app that CRONLOCK_APP names
+        app, task = None, app
+    if task is None:
+        raise typer.BadParameter("name the app and the task, such as: cronlock enqueue main:cron generate-report")
+    reference = require_app(app)
+    from cronlock import jsontext
+    from cronlock.loading import load
+
+    text = sys.stdin.buffer.read() if payload == "-" else (payload or "").encode()
+    cron = load(reference)
+    cron.tasks.get(task)
+    options = {
+        "delay": delay,
+        "run_at": run_at,
+        "priority": priority,
+        "queue": queue,
+        "max_attempts": max_attempts,
+        "idempotency_key": idempotency_key,
+    }
+    made = asyncio.run(write(cron, task, jsontext.parse_object(text), options))
+    print(json.dumps({"status": "queued", "jobId": made.job_id, "duplicate": made.is_duplicate}))
+
+
+async def write(cron: "Cronlock", task: str, payload: dict[str, Any], options: dict[str, Any]) -> "Enqueued":
+    """Enqueue it in a transaction of its own."""
+    async with cron:
+        await (await cron.open()).readiness.require()
+        return await cron.enqueue(None, task, payload, **options)

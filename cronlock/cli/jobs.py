@@ -1,0 +1,261 @@
+"""`cronlock jobs list | show | retry | cancel | workers`."""
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from cronlock.cli import connecting, exits, output
+from cronlock.cli.options import Json
+
+if TYPE_CHECKING:
+    from cronlock.config import Settings
+
+CANCEL_WAIT = 5.0
+POLL = 0.1
+COLUMNS = ("job", "task", "status", "queue", "attempts", "enqueued", "due", "what")
+STATUSES = ("queued", "processing", "completed", "failed", "cancelled")
+
+Id = Annotated[int, typer.Argument(metavar="ID", help="The job's number.", min=1, show_default=False)]
+
+app = typer.Typer(no_args_is_help=True, help="List the jobs, look at one, retry or cancel; who works on them.")
+
+
+@app.command("list")
+def list_jobs(
+    task: Annotated[
+        str | None, typer.Option("--task", "-t", metavar="TASK", help="Only of this task.", show_default=False)
+    ] = None,
+    queue: Annotated[
+        str | None, typer.Option("--queue", "-q", metavar="QUEUE", help="Only in this queue.", show_default=False)
+    ] = None,
+    status: Annotated[
+        str | None,
+        typer.Option("--status", "-s", metavar="STATUS", help=f"Only {', '.join(STATUSES)}.", show_default=False),
+    ] = None,
+    before: Annotated[
+        int | None, typer.Option(metavar="ID", help="Only those older than this job.", show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, max=10_000, help="How many at most.")] = 50,
+    is_json: Json = False,
+) -> None:
+    """List the jobs, newest first; those that wait for their time are `queued`, failed ones are the dead letters.
+
+    Of the jobs that ended, no more than the newest 100,000 are looked at, but for those that failed.
+
+    Examples: `cronlock jobs list --status failed` · `cronlock jobs list -t generate-report -n 10 --json`
+    """
+    if status is not None and status not in STATUSES:
+        raise typer.BadParameter(f"{status!r} is none of {', '.join(STATUSES)}", param_hint="--status")
+    settings = connecting.settings()
+    from cronlock import stats
+
+    with connecting.connect(settings) as connection:
+        rows = stats.list_jobs(
+            connection, settings.schema_name, task=task, queue=queue, status=status, before=before, limit=limit
+        )
+    if is_json:
+        output.document({"jobs": rows})
+        return
+    output.table(
+        COLUMNS,
+        [
+            (
+                row["job_id"],
+                row["task"],
+                row["status"],
+                row["queue"],
+                f"{row['attempts']} of {row['max_attempts']}",
+                row["enqueued_at"],
+                row["run_at"] if row["status"] == "queued" else None,
+                what(row),
+            )
+            for row in rows
+        ],
+    )
+    if len(rows) == limit:
+        output.note(f"older ones: add --before {rows[-1]['job_id']}")
+
+
+def what(row: dict[str, Any]) -> str | None:
+    """The one thing to know of a job."""
+    if row["has_no_worker"]:
+        return "no handler: no worker that is there takes it"
+    return f"{row['error_type']}: {row['error_message']}" if row["error_type"] else None
+
+
+@app.command("show")
+def show(job_id: Id, is_json: Json = False) -> None:
+    """Show everything about a job, its attempts with their errors, and in one sentence what it waits for.
+
+    Example: `cronlock jobs show 41`
+    """
+    row = require(connecting.settings(), job_id)
+    from cronlock import documents
+    from cronlock.explain import job_document
+
+    told = job_document(row)
+    if is_json:
+        output.document(told)
+        return
+    print(output.cell(told.pop("explanation"), is_short=False))
+    print()
+    attempts = told.pop("attempted")
+    output.facts(
+        {
+            **told,
+            "payload": documents.dump(told["payload"]),
+            "result": told["result"] and documents.dump(told["result"]),
+        }
+    )
+    for attempt in attempts:
+        print()
+        output.facts(attempt)
+
+
+@app.command("retry")
+def retry(
+    job_id: Annotated[
+        int | None, typer.Argument(metavar="ID", help="The job's number.", min=1, show_default=False)
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option("--task", "-t", metavar="TASK", help="All failed jobs of this task.", show_default=False),
+    ] = None,
+    is_all: Annotated[bool, typer.Option("--all", metavar="", help="All failed jobs.")] = False,
+    is_json: Json = False,
+) -> None:
+    """Have a job that failed or was cancelled tried again; or all that failed, of a task or of all.
+
+    It is the same job, with its number, its payload and its attempts, which are counted on: it gets as many more as its
+    task has. Many are put back in small transactions; stop at any time, and what is put back stays so.
+
+    Examples: `cronlock jobs retry 41` · `cronlock jobs retry --task generate-report`
+    """
+    if (job_id is not None) + (task is not None) + is_all != 1:
+        raise typer.BadParameter("name one job, or --task, or --all")
+    settings = connecting.settings()
+    if job_id is None:
+        retry_many(settings, task, is_json)
+        return
+    from cronlock import steering
+
+    with connecting.connect(settings) as connection:
+        is_retried = steering.retry_job(connection, settings.schema_name, job_id, max_attempts=settings.max_attempts)
+    row = require(settings, job_id)
+    if is_json:
+        output.document({"job_id": job_id, "task": row["task"], "status": row["status"], "is_retried": is_retried})
+    elif is_retried:
+        print(f"job {job_id} is queued again, for {row['max_attempts'] - row['attempts']} more attempts")
+    if not is_retried:
+        exits.stop(exits.FAILED, f"job {job_id} is {row['status']}; only one that failed or was cancelled is retried")
+
+
+def retry_many(settings: "Settings", task: str | None, is_json: bool) -> None:
+    """Put failed jobs back, some hundred in a transaction."""
+    from cronlock import steering
+
+    number = 0
+    after: int | None = 0
+    with connecting.connect(settings) as connection, output.progress("jobs queued again") as tell:
+        while after is not None:
+            ids, after = steering.retry_failed(
+                connection,
+                settings.schema_name,
+                task=task,
+                max_attempts=settings.max_attempts,
+                limit=steering.RETRIED_AT_ONCE,
+                after=after,
+            )
+            number += len(ids)
+            tell(number, f"{number:,} jobs are queued again")
+    if is_json:
+        output.document({"task": task, "retried": number})
+    else:
+        print(f"{number:,} jobs are queued again" if number else "no job has failed")
+
+
+@app.command("cancel")
+def cancel(job_id: Id, is_json: Json = False) -> None:
+    """Cancel a job: at once if nobody works on it, else its worker stops it within a second or so.
+
+    What it wrote is rolled back, but for a task in guard mode. Waits 5 seconds and says what became of it; exits with 1
+    if it had ended otherwise, or is still at work.
+
+    Example: `cronlock jobs cancel 41`
+    """
+    settings = connecting.settings()
+    from cronlock import stats, steering
+    from cronlock.explain import explain_job
+
+    with connecting.connect(settings) as connection:
+        outcome, row = steering.cancel_job(connection, settings.schema_name, job_id, by=connecting.operator())
+        until = time.monotonic() + CANCEL_WAIT
+        while outcome == "asked" and row and row["finished_at"] is None and time.monotonic() < until:
+            time.sleep(POLL)
+            row = stats.job(connection, settings.schema_name, job_id)
+    if row is None:
+        missing(job_id)
+    found = explain_job(row)
+    if is_json:
+        output.document({"job_id": job_id, "status": row["status"], "code": found.code, "explanation": found.sentence})
+    else:
+        late = " had already ended" if outcome == "ended" else ""
+        print(f"job {job_id}{late}: {output.cell(found.sentence, is_short=False)}")
+    if row["status"] != "cancelled":
+        raise typer.Exit(exits.FAILED)
+
+
+@app.command("workers")
+def workers(is_json: Json = False) -> None:
+    """Show the workers: where they are, which queues they serve, which tasks they have.
+
+    Example: `cronlock jobs workers`
+    """
+    settings = connecting.settings()
+    from cronlock import stats
+
+    with connecting.connect(settings) as connection:
+        rows = stats.workers(connection, settings.schema_name)
+    if is_json:
+        output.document({"workers": rows})
+        return
+    output.table(
+        ("worker", "host", "pid", "release", "queues", "tasks", "places", "state", "started"),
+        [
+            (
+                str(row["worker"])[:8],
+                row["host"],
+                row["pid"],
+                row["release"],
+                ", ".join(row["queues"]),
+                ", ".join(row["tasks"]),
+                row["concurrency"],
+                state(row),
+                row["started_at"],
+            )
+            for row in rows
+        ],
+    )
+    if not rows:
+        output.note("no worker is there; start one with: cronlock worker main:cron")
+
+
+def state(row: dict[str, Any]) -> str:
+    """What a worker is at."""
+    if not row["is_there"]:
+        return "gone"
+    return "draining" if row["is_draining"] else "idle" if row["is_idle"] else "working"
+
+
+def require(settings: "Settings", job_id: int) -> dict[str, Any]:
+    """The job; ends with 3 if there is none."""
+    from cronlock import stats
+
+    with connecting.connect(settings) as connection:
+        return stats.job(connection, settings.schema_name, job_id) or missing(job_id)
+
+
+def missing(job_id: int) -> NoReturn:
+    """End with 3."""
+    exits.stop(exits.NOT_FOUND, f"there is no job {job_id}, or it has been pruned; see: cronlock jobs list")
