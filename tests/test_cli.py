@@ -23,8 +23,25 @@ from cronlock.models import REVISION
 from tests import SECRET, Db, rows, statements, value
 from tests.commands import APP, COMMAND, Running, cronlock, environment
 
-COMMANDS = ("dev", "serve", "run", "migrate", "secret", "tasks", "locks", "pause", "resume", "recover", "prune")
-GROUPED = ("runs list", "runs show", "runs why", "runs cancel")
+COMMANDS = (
+    "dev",
+    "serve",
+    "worker",
+    "run",
+    "enqueue",
+    "migrate",
+    "secret",
+    "tasks",
+    "locks",
+    "pause",
+    "resume",
+    "recover",
+    "prune",
+)
+GROUPED = (
+    *("runs list", "runs show", "runs why", "runs cancel"),
+    *("jobs list", "jobs show", "jobs retry", "jobs cancel", "jobs workers"),
+)
 HEAVY = {"psycopg", "sqlalchemy", "uvicorn", "pydantic", "alembic", "starlette", "cronlock.app"}
 UNREACHABLE = "postgresql://someone:hidden-word@127.0.0.1:1/x"
 

@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
@@ -28,6 +28,8 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 from typer.testing import CliRunner
 
+from benchmarks.queue import command as queue
+from benchmarks.queue.systems import PEERS
 from benchmarks.table import BEGIN, END
 from cronlock import Cronlock, Outcome, Run, models, steering
 from cronlock.app import Process
@@ -35,7 +37,8 @@ from cronlock.cli import app as commands
 from cronlock.config import READ_ELSEWHERE, Settings, env_names, key
 from cronlock.migrate import migrate
 from cronlock.recovery import prune
-from tests import SECRET, Db, serving, value
+from cronlock.working import Crew
+from tests import SECRET, Db, serving, until, value
 from tests.commands import PROJECT, environment, served
 
 pytestmark = pytest.mark.anyio
@@ -163,7 +166,7 @@ async def test_applications_of_the_deploy_page_answer(as_user: Path) -> None:
 
 def readme_app() -> str:
     """The app in the README."""
-    (block,) = [block for block in blocks("python") if block.page.name == "README.md" and block.page.parent == PROJECT]
+    block, *_ = [block for block in blocks("python") if block.page.name == "README.md" and block.page.parent == PROJECT]
     return block.text
 
 
@@ -206,7 +209,7 @@ def test_the_readmes_app_is_served_by_cronlock_serve(as_user: Path, database_url
 
 def test_the_readme_fits_the_first_look(project: Path) -> None:
     text = (project / "README.md").read_text()
-    assert len(text.splitlines()) < 130
+    assert len(text.splitlines()) < 135
     assert "./run dev" in text
     assert "./run test" in text
 
@@ -299,7 +302,7 @@ def test_commands_and_options_in_the_pages_exist() -> None:
         for words, rest in (found.groups() for piece in pieces for found in line.finditer(piece)):
             name, *others = words.split()
             assert name in known, f"{path.name}: cronlock {words}"
-            group = [name, *others[:1]] if name == "runs" and others else [name]
+            group = [name, *others[:1]] if name in ("runs", "jobs") and others else [name]
             told = help_of(*group)
             for option in re.findall(r"(?<!\S)--[a-z-]+", rest.split("#")[0].split(";")[0]):
                 assert option in told, f"{path.name}: cronlock {words} {option}"
@@ -318,6 +321,14 @@ def test_commands_of_run_in_the_pages_exist(project: Path) -> None:
 def test_the_performance_page_has_its_place_for_the_table() -> None:
     text = page("performance")
     assert text.count(BEGIN) == text.count(END) <= 1
+
+
+def test_the_queue_s_performance_page_has_a_place_for_each_of_its_tables() -> None:
+    text = page("performance-queue")
+    for what in (queue.TABLE, queue.CHURN, queue.FAULTS):
+        assert text.count(queue.BEGIN.format(what)) == text.count(queue.END.format(what)) == 1
+    for peer in PEERS:
+        assert peer.name.partition(",")[0] in text
 
 
 # -- SQL -------------------------------------------------------------------------------------------------------
@@ -401,6 +412,18 @@ def roles_of_the_page(server_url: str, database: str) -> Iterator[dict[str, str]
                 admin.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(ours)))
 
 
+@asynccontextmanager
+async def worked(cron: Cronlock) -> AsyncIterator[None]:
+    """A worker beside what else an open Cronlock does."""
+    crew = Crew(cron, ["default"], 2)
+    await crew.start()
+    try:
+        yield
+    finally:
+        crew.drain(0)
+        await crew.work()
+
+
 async def test_the_runtime_role_of_the_page_serves_steers_and_prunes_but_creates_nothing(
     server_url: str, empty_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,6 +464,14 @@ async def test_the_runtime_role_of_the_page_serves_steers_and_prunes_but_creates
                     await asyncio.sleep(0.02)
                 assert steering.terminate(runtime, "cronlock", found[0])
                 assert (await calling).json()["status"] == "lost"
+                async with worked(cron):
+                    jobs = [await cron.enqueue(None, "plain"), await cron.enqueue(None, "nightly", {"fail": 1})]
+                    again = await cron.enqueue(None, "plain", delay=0.1, idempotency_key="later")
+                    assert (await cron.enqueue(None, "plain", delay=0.1, idempotency_key="later")).is_duplicate
+                    ended = "SELECT array_agg(status ORDER BY id) FROM cronlock.job_history"
+                    await until(lambda: len(value(runtime, ended) or ()) == 3, "they end")
+                    assert value(runtime, ended) == ["completed", "failed", "completed"]
+                    assert [job.job_id for job in jobs] < [again.job_id]
                 process: Process = await cron.open()
                 assert (await prune(process.database, process.runner.statements))[0] >= 2
                 for statement in ("CREATE TABLE cronlock.x ()", "CREATE SCHEMA x", "DROP VIEW cronlock.lock_holder"):

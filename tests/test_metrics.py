@@ -21,11 +21,13 @@ from cronlock.tasks import Registry
 from tests import SECRET, Db, Make, end_holders, held, serving, until
 from tests.test_cli import register, running, write
 from tests.test_docs import names_of_rows, page, section
+from tests.working import working
 
 pytestmark = pytest.mark.anyio
 
 READ = "a-reading-secret-0123456789"
 CRON = {"authorization": f"Bearer {SECRET}"}
+NIGHTLY = {"task": "nightly", "status": "completed"}
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -154,6 +156,102 @@ async def test_the_database_says_how_the_tasks_stand(cron: Cronlock, database_ur
     assert of(found, "cronlock_lost_last_day") == 1
     assert (of(found, "cronlock_run_bytes") or 0) > 8192
     assert of(found, "cronlock_skipped_in_a_row_seconds", task="nightly") == 0
+
+
+async def test_the_database_says_how_the_queues_stand(cron: Cronlock, db: Db) -> None:
+    cron.task("slow", queue="slow")(lambda run: None)
+    register(db, "elsewhere")
+    db.execute(
+        """INSERT INTO cronlock.worker (id, host, pid, queues, tasks, concurrency, presence_key, is_idle, seen_until)
+           VALUES (gen_random_uuid(), 'a', 1, '{default}', '{nightly}', 10, 1, true, now() + interval '1 min'),
+                  (gen_random_uuid(), 'b', 2, '{slow}', '{slow}', 10, 2, false, now() - interval '1 s')"""
+    )
+    db.execute(
+        """INSERT INTO cronlock.job (task, queue, payload, trigger, max_attempts, run_at)
+           SELECT task, queue, '{}', 'http', 5, now() - make_interval(secs => age)
+             FROM (VALUES ('nightly', 'default', 5), ('nightly', 'default', 70), ('slow', 'slow', 3),
+                          ('elsewhere', 'default', 1), ('unheard-of', 'secret-queue', 9)) j(task, queue, age)"""
+    )
+    db.execute(
+        """INSERT INTO cronlock.job (task, queue, payload, trigger, max_attempts, lease_token, lease_until)
+           SELECT 'nightly', 'default', '{}', 'http', 5, gen_random_uuid(), now() + make_interval(secs => left_s)
+             FROM (VALUES (60), (-1)) j(left_s)"""
+    )
+    db.execute(
+        """INSERT INTO cronlock.job_waiting (id, task, queue, payload, trigger, max_attempts, run_at)
+           SELECT 1000 + n, 'nightly', 'default', '{}', 'http', 5, now() + interval '1 h'
+             FROM generate_series(1, 3) n"""
+    )
+    db.execute(
+        """INSERT INTO cronlock.job_history (id, task, queue, priority, payload, trigger, max_attempts, attempts,
+               losses, enqueued_at, run_at, finished_at, status)
+           SELECT 2000 + n, 'nightly', 'default', 0, '{}', 'http', 5, 5, 0, now(), now(),
+                  now() - make_interval(hours => 10 * n), 'failed' FROM generate_series(1, 4) n"""
+    )
+    async with watching(cron) as client:
+        found = await scrape(client)
+        text = (await client.get("/metrics")).text
+    assert "secret-queue" not in text, "labels are registered names"
+    assert "unheard-of" not in text
+    assert of(found, "cronlock_jobs", queue="default", status="queued") == 3
+    assert of(found, "cronlock_jobs", queue="default", status="processing") == 2
+    assert of(found, "cronlock_jobs", queue="slow", status="queued") == 1
+    assert of(found, "cronlock_jobs", queue="other", status="queued") == 1
+    assert of(found, "cronlock_jobs_overdue", queue="default") == 1
+    assert of(found, "cronlock_jobs_waiting", queue="default") == 3
+    assert (of(found, "cronlock_queue_age_seconds", queue="default") or 0) == pytest.approx(70, abs=5)
+    without = {name: of(found, "cronlock_jobs_without_worker", task=name) for name in ("slow", "elsewhere", "other")}
+    assert without == {"slow": 1, "elsewhere": 1, "other": 1}
+    assert of(found, "cronlock_jobs_without_worker", task="nightly") is None
+    states = {state: of(found, "cronlock_workers", state=state) for state in ("all", "idle", "draining")}
+    assert states == {"all": 1, "idle": 1, "draining": 0}
+    assert of(found, "cronlock_jobs_failed_last_day") == 2
+    assert (of(found, "cronlock_job_history_bytes") or 0) > 8192
+
+
+async def test_what_a_worker_does_is_counted(cron: Cronlock, db: Db) -> None:
+    @cron.task("odd", max_attempts=3, retry_delay=0.01)
+    async def odd(run: Run) -> None:
+        if run.attempt < 3:
+            raise Retry(after=0)
+
+    async with watching(cron) as client, working(cron):
+        first = await client.post("/jobs/odd", headers={**CRON, "idempotency-key": "a"})
+        assert first.status_code == 202
+        await client.post("/jobs/odd", headers={**CRON, "idempotency-key": "a"})
+        await client.post("/jobs/failing", headers=CRON)
+        await client.post("/jobs/nightly?delay=300ms", headers=CRON)
+        await until(lambda: db.execute("SELECT count(*) FROM cronlock.job_history").fetchone() == (3,), "all end")
+        await until(lambda: cron.metrics.registry.get_sample_value("cronlock_jobs_ended_total", NIGHTLY), "it is told")
+        found = await scrape(client)
+    assert of(found, "cronlock_enqueued_total", task="odd", duplicate="false") == 1
+    assert of(found, "cronlock_enqueued_total", task="odd", duplicate="true") == 1
+    assert of(found, "cronlock_jobs_ended_total", task="odd", status="completed") == 1
+    assert of(found, "cronlock_jobs_ended_total", task="failing", status="failed") == 1
+    assert of(found, "cronlock_job_retries_total", task="odd") == 2
+    assert of(found, "cronlock_job_start_seconds_count", task="odd") == 3
+    assert of(found, "cronlock_job_finish_seconds_count", task="odd") == 1
+    assert (of(found, "cronlock_job_start_seconds_sum", task="nightly") or 9) < 0.3, "from when it was due"
+    assert (of(found, "cronlock_job_finish_seconds_sum", task="nightly") or 0) >= 0.3, "from when it was enqueued"
+    assert of(found, "cronlock_leases_lost_total") == 0
+
+
+async def test_a_lost_lease_and_a_recovery_are_counted(cron: Cronlock, db: Db) -> None:
+    gate = asyncio.Event()
+
+    @cron.task("held", mode="guard")
+    async def held_open(run: Run) -> None:
+        await gate.wait()
+
+    async with watching(cron), working(cron):
+        await cron.enqueue(None, "held")
+        taken = "SELECT count(*) FROM cronlock.job WHERE lease_token IS NOT NULL"
+        await until(lambda: db.execute(taken).fetchone() == (1,), "it is taken")
+        db.execute("UPDATE cronlock.job SET lease_until = now() - interval '1 s', lease_token = gen_random_uuid()")
+        registry = cron.metrics.registry
+        gate.set()
+        await until(lambda: registry.get_sample_value("cronlock_leases_lost_total"), "the loss is counted")
+        await until(lambda: registry.get_sample_value("cronlock_job_recoveries_total"), "the recovery is counted", 30)
 
 
 async def test_skips_in_a_row_count_for_as_long_as_their_holder_is_there(

@@ -41,7 +41,7 @@ NAMES = [
     "Webhook",
 ]
 SIGNALS = {"Cancel", "Retry"}
-FOR_OUR_OWN_PARTS = {"start_call", "start_queued", "start_enqueue", "is_touched", "as_json"}
+FOR_OUR_OWN_PARTS = {"start_call", "start_queued", "start_enqueue", "start_work", "is_touched", "as_json"}
 """Called by the route, the runner and the command line, not by users."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from cronlock import Cronlock, Run, Unavailable, recovery, runs
+from cronlock import Cronlock, Run, Unavailable, jobs, recovery, runs
 from cronlock.app import Process
 from cronlock.models import REVISION
 from tests import value
@@ -187,6 +187,88 @@ async def test_a_duty_that_the_end_interrupts_leaves_its_connection_as_it_was(
     assert [record.getMessage() for record in caplog.records if record.name == "psycopg.pool"] == []
 
 
+def old_jobs(db: Db, status: str, age: str, number: int = 1, *, tries: int = 0, waited: str = "0") -> None:
+    """Write jobs that ended `age` ago, and were enqueued `waited` before; with so many attempts that failed."""
+    db.execute(
+        """WITH made AS (
+               INSERT INTO cronlock.job_history (id, task, queue, priority, payload, trigger, max_attempts, attempts,
+                   losses, enqueued_at, run_at, finished_at, status)
+               SELECT nextval('cronlock.job_id'), 'a', 'default', 0, '{}', 'http', 5, 1, 0,
+                      now() - %s::interval - %s::interval, now() - %s::interval, now() - %s::interval, %s
+                 FROM generate_series(1, %s) RETURNING id)
+           INSERT INTO cronlock.job_attempt (job_id, attempt, status)
+           SELECT m.id, n, 'failed' FROM made m, generate_series(1, %s) n""",
+        (age, waited, age, age, status, number, tries),
+    )
+
+
+def old_keys(db: Db, number: int, left: str) -> None:
+    """Write idempotency keys that expire in `left`."""
+    db.execute(
+        """INSERT INTO cronlock.idempotency_key (task, key, fingerprint, job_id, expires_at)
+           SELECT 'a', %s || n, '', 1, now() + %s::interval FROM generate_series(1, %s) n""",
+        (left, left, number),
+    )
+
+
+def job_counts(db: Db) -> dict[str, int]:
+    return dict(db.execute("SELECT status, count(*) FROM cronlock.job_history GROUP BY status").fetchall())  # type: ignore[arg-type]
+
+
+async def test_ended_jobs_their_attempts_and_expired_keys_are_pruned_by_every_timer(make_cron: Make, db: Db) -> None:
+    old_jobs(db, "completed", "30 days", 20, tries=2)
+    old_jobs(db, "completed", "27 days", 3, tries=1)
+    old_jobs(db, "failed", "30 days", 4, tries=5)
+    old_jobs(db, "cancelled", "91 days", 5)
+    old_keys(db, 7, "-1 s")
+    old_keys(db, 2, "1 h")
+    cron = make_cron(recover_interval="100ms")
+    async with cron:
+        async with asyncio.timeout(10):
+            while cron.metrics.registry.get_sample_value("cronlock_pruned_rows_total") != 32:
+                await asyncio.sleep(0.02)
+    assert job_counts(db) == {"completed": 3, "failed": 4}
+    attempts = (
+        "SELECT count(*), count(h.id) FROM cronlock.job_attempt a LEFT JOIN cronlock.job_history h ON h.id = job_id"
+    )
+    assert db.execute(attempts).fetchone() == (23, 23)
+    assert value(db, "SELECT count(*) FROM cronlock.idempotency_key") == 2
+
+
+async def test_jobs_that_waited_long_hide_no_old_ones_behind_them(make_cron: Make, db: Db) -> None:
+    """A window full of jobs that ended today is not the end, if they were enqueued long ago."""
+    old_jobs(db, "completed", "1 hour", jobs.WINDOW, waited="200 days")
+    old_jobs(db, "completed", "100 days", 5)
+    old_jobs(db, "completed", "1 hour", 2 * jobs.WINDOW)
+    old_jobs(db, "completed", "100 days", 1)  # as none can be: behind those that were enqueued just now
+    async with make_cron(recover_interval="1h") as cron:
+        database = (await cron.open()).database
+        windows, after = 0, 0
+        while True:
+            _, following = await recovery.prune_jobs(database, after)
+            windows += 1
+            if following is None:
+                break
+            after = following
+    assert windows == 3
+    assert value(db, "SELECT count(*) FROM cronlock.job_history WHERE finished_at < now() - interval '1 day'") == 1
+
+
+async def test_two_pruners_of_jobs_and_keys_at_once_delete_each_once(make_cron: Make, db: Db) -> None:
+    old_jobs(db, "completed", "30 days", 4000, tries=1)
+    old_keys(db, 4000, "-1 s")
+    async with make_cron(recover_interval="1h", record_pool_size=4) as cron:
+        database = (await cron.open()).database
+        found = await asyncio.gather(
+            *(recovery.prune_jobs(database) for _ in range(3)), *(recovery.prune_keys(database) for _ in range(3))
+        )
+    assert sum(number for number, _ in found) <= 8000
+    left = value(db, "SELECT count(*) FROM cronlock.job_history") + value(
+        db, "SELECT count(*) FROM cronlock.idempotency_key"
+    )
+    assert sum(number for number, _ in found) + left == 8000
+
+
 def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp_path: Path) -> None:
     old(db, "a", "skipped", "9 days", 12_000)
     old(db, "a", "timed_out", "100 days", 3)
@@ -197,11 +279,23 @@ def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
+    old_jobs(db, "completed", "30 days", 7000)
+    old_jobs(db, "completed", "20 days", 10)
+    old_jobs(db, "failed", "100 days", 2)
+    old_keys(db, 6000, "-1 s")
     by_status = [{"status": "skipped", "rows": 12_000}, {"status": "timed_out", "rows": 3}]
-    assert prune("--dry-run") == {"rows": 12_003, "isDryRun": True, "byStatus": by_status}
+    jobs_by_status = [{"status": "completed", "rows": 7000}, {"status": "failed", "rows": 2}]
+    found = {"byStatus": by_status, "jobsByStatus": jobs_by_status}
+    assert prune("--dry-run") == {"rows": 19_005, "isDryRun": True, "keys": 0, **found}
     assert counts(db)["a", "skipped"] == 12_000
-    assert prune() == {"rows": 12_003, "isDryRun": False, "byStatus": by_status}
+    assert job_counts(db) == {"completed": 7010, "failed": 2}
+    assert prune() == {"rows": 25_005, "isDryRun": False, "keys": 6000, **found}
+    assert job_counts(db) == {"completed": 10}
     assert counts(db) == {("a", "failed"): 1}
+    old_jobs(db, "cancelled", "100 days", 1)
+    old_keys(db, 2, "-1 s")
+    shown = cronlock("prune", cwd=tmp_path, DATABASE_URL=database_url)
+    assert shown.stdout == "3 rows deleted (1 cancelled jobs; 2 idempotency keys)\n"
     shown = cronlock("prune", cwd=tmp_path, DATABASE_URL=database_url, CRONLOCK_RETENTION_FAILED="1ms")
     assert shown.stdout == "0 rows deleted\n", "the last run stays whatever its age"
 
