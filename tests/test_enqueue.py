@@ -247,7 +247,7 @@ async def test_what_waits_at_one_moment_is_written_together_and_each_caller_gets
 
 
 async def test_the_tasks_options_hold_and_an_enqueues_own_come_first(cron: Cronlock, db: Db) -> None:
-    at = datetime(2040, 1, 1, tzinfo=UTC)
+    at = datetime(2030, 1, 1, tzinfo=UTC)
     async with cron:
         plain = await cron.enqueue(None, "report", Report(user=1))
         own = await cron.enqueue(
@@ -256,7 +256,7 @@ async def test_the_tasks_options_hold_and_an_enqueues_own_come_first(cron: Cronl
     query = "SELECT queue, priority, max_attempts, trigger, idempotency_key FROM cronlock.job_status WHERE id = %s"
     assert db.execute(query, (plain.job_id,)).fetchone() == ("slow", 3, 7, "manual", None)
     assert db.execute(query, (own.job_id,)).fetchone() == ("fast", -5, 1, "manual", "k")
-    assert value(db, "SELECT run_at = '2040-01-01 00:00+00' FROM cronlock.job_waiting") is True
+    assert value(db, "SELECT run_at = '2030-01-01 00:00+00' FROM cronlock.job_waiting") is True
 
 
 def nested(depth: int) -> dict[str, Any]:

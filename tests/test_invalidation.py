@@ -869,9 +869,9 @@ async def test_the_version_of_a_key_rises_at_delivery_and_not_in_the_task(make: 
         assert await cron.cache_versions(None, "report:42", "reports", "other") == {
             "report:42": 0, "reports": 0, "other": 0
         }  # fmt: skip
+        query = "SELECT version FROM cronlock.cache_version WHERE key = 'reports'"
         for number in (1, 2):
             assert (await cron.run("saying")).status == "completed"
-            query = "SELECT version FROM cronlock.cache_version WHERE key = 'reports'"
             await until(lambda number=number: db.execute(query).fetchone() == (number,), "it rises")
         assert await cron.cache_versions(None, "report:42", "reports") == {"report:42": 2, "reports": 2}
     assert seen == [{"report:42": 0}, {"report:42": 1}]
