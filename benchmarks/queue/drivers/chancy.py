@@ -1,5 +1,6 @@
 """Chancy."""
 
+import logging
 from typing import Any
 
 from chancy import Chancy, Queue, Worker, job
@@ -28,7 +29,10 @@ class Driver(Base):
     """Jobs are rows that keep their state; completions are written once a second."""
 
     def _app(self) -> Any:
-        return Chancy(self.url, min_connection_pool_size=1, max_connection_pool_size=self.callers)
+        # Its own logger draws every line with rich, which is two thirds of what a job costs.
+        quiet = logging.getLogger("chancy-quiet")
+        quiet.setLevel(logging.WARNING)
+        return Chancy(self.url, min_connection_pool_size=1, max_connection_pool_size=self.callers, log=quiet)
 
     async def schema(self) -> None:
         async with self._app() as app:
