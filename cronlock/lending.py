@@ -193,8 +193,13 @@ class AsyncTaskConnection(Refusing, psycopg.AsyncConnection[Any]):
         lending.admit(TransactionStatus.INTRANS)
         lending.opening = None
         lending.in_flight += 1
+        beginning = asyncio.ensure_future(wire.send(self, opening.message()))
         try:
-            opening.opened(wire.rows((await wire.send(self, opening.message()))[-1]))
+            try:
+                await asyncio.shield(beginning)
+            finally:  # also where the task was cancelled, and goes on all the same
+                await asyncio.wait((beginning,))
+                opening.opened(wire.rows(beginning.result()[-1]))
         except Exception as error:  # without it nothing of the task can be committed, whatever the task makes of that
             lending.fault = lending.fault or error
             raise

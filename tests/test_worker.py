@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -695,3 +695,23 @@ async def test_a_lease_that_cannot_be_renewed_stops_the_code_and_the_job_goes_to
         await until(lambda: told(caplog, "job.lease_lost"), "the loser says so", 10)
         (again,) = put(db, "work")
         await until(lambda: status(db, again) is not None and (status(db, again) or ("",))[0] != "queued", "and works")
+
+
+async def test_a_task_that_gives_its_first_statement_up_and_goes_on_loses_nothing(
+    make_cron: Make, db: Db, effect: None
+) -> None:
+    """Its transaction was being begun at that moment."""
+    cron = make_cron()
+
+    @cron.task("work")
+    async def impatient(run: Run) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                await run.driver.execute("SELECT 1")
+        await run.driver.execute("INSERT INTO effect VALUES (%s, %s, 'after')", (run.id, run.attempt))
+
+    async with working(cron):
+        job = await cron.enqueue(None, "work")
+        await until(lambda: value(db, "SELECT count(*) FROM cronlock.job_history") == 1, "it ends")
+    assert value(db, "SELECT status FROM cronlock.job_history WHERE id = %s", job.job_id) == "completed"
+    assert value(db, "SELECT count(*) FROM effect WHERE job_id = %s", job.job_id) == 1
