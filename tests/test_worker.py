@@ -695,3 +695,25 @@ async def test_a_lease_that_cannot_be_renewed_stops_the_code_and_the_job_goes_to
         await until(lambda: told(caplog, "job.lease_lost"), "the loser says so", 10)
         (again,) = put(db, "work")
         await until(lambda: status(db, again) is not None and (status(db, again) or ("",))[0] != "queued", "and works")
+
+
+async def test_a_job_whose_transaction_could_not_be_begun_has_not_completed_whatever_its_code_makes_of_that(
+    proxied: tuple[Cronlock, Proxy], db: Db, effect: None
+) -> None:
+    cron, proxy = proxied
+
+    @cron.task("work", retry_delay="10ms")
+    async def work(run: Run) -> str:
+        try:
+            await run.driver.execute(WRITE, (run.id, run.attempt, "done"))
+        except psycopg.Error:
+            return "as if nothing had happened"
+        return "done"
+
+    async with working(cron):
+        cut = proxy.cut_at(b"backend_pid = pg_catalog.pg_backend_pid()", is_forwarded=False)
+        job = await cron.enqueue(None, "work")
+        await asyncio.wait_for(cut, 10)
+        assert await all_ended(db) == {"completed": 1}
+    assert status(db, job.job_id) == ("completed", 2, None)
+    assert effects(db, job.job_id) == [(2, "done")]
