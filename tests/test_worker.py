@@ -715,3 +715,25 @@ async def test_a_task_that_gives_its_first_statement_up_and_goes_on_loses_nothin
         await until(lambda: value(db, "SELECT count(*) FROM cronlock.job_history") == 1, "it ends")
     assert value(db, "SELECT status FROM cronlock.job_history WHERE id = %s", job.job_id) == "completed"
     assert value(db, "SELECT count(*) FROM effect WHERE job_id = %s", job.job_id) == 1
+
+
+async def test_a_job_whose_transaction_could_not_be_begun_has_not_completed_whatever_its_code_makes_of_that(
+    proxied: tuple[Cronlock, Proxy], db: Db, effect: None
+) -> None:
+    cron, proxy = proxied
+
+    @cron.task("work", retry_delay="10ms")
+    async def work(run: Run) -> str:
+        try:
+            await run.driver.execute(WRITE, (run.id, run.attempt, "done"))
+        except psycopg.Error:
+            return "as if nothing had happened"
+        return "done"
+
+    async with working(cron):
+        cut = proxy.cut_at(b"backend_pid = pg_catalog.pg_backend_pid()", is_forwarded=False)
+        job = await cron.enqueue(None, "work")
+        await asyncio.wait_for(cut, 10)
+        assert await all_ended(db) == {"completed": 1}
+    assert status(db, job.job_id) == ("completed", 2, None)
+    assert effects(db, job.job_id) == [(2, "done")]
