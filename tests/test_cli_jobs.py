@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx2
 import psycopg
-import pytest
 from typer.testing import Result
 
 from cronlock.models import JOB_STATUSES

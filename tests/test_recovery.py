@@ -212,7 +212,7 @@ def old_keys(db: Db, number: int, left: str) -> None:
 
 
 def job_counts(db: Db) -> dict[str, int]:
-    return dict(db.execute("SELECT status, count(*) FROM cronlock.job_history GROUP BY status").fetchall())  # type: ignore[arg-type]
+    return dict(db.execute("SELECT status, count(*) FROM cronlock.job_history GROUP BY status").fetchall())
 
 
 async def test_ended_jobs_their_attempts_and_expired_keys_are_pruned_by_every_timer(make_cron: Make, db: Db) -> None:
