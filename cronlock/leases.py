@@ -61,8 +61,20 @@ class Leases:
 
     async def keep(self) -> None:
         """Until cancelled, which is to come last."""
+        watching = asyncio.get_running_loop().create_task(self._watch())
+        try:
+            await self._keep()
+        finally:
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        """End what is overdue; beside the renewals, since one that hangs must not keep a lost job's code going."""
         while True:
             self._end_overdue()
+            await asyncio.sleep(TICK)
+
+    async def _keep(self) -> None:
+        while True:
             now = time.monotonic()
             has_changed = self._presence is not None and self._presence.changed.is_set()
             try:

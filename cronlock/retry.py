@@ -18,6 +18,9 @@ CAP = 3600.0
 LEAST = 0.05
 """Seconds that every attempt waits at least."""
 
+MOST_DOUBLINGS = 62
+"""After so many, any base that is worth the name is over any cap."""
+
 TRANSIENT_STATES = ("08", "40", "53", "57")
 """SQLSTATE classes: connections, conflicts of transactions, resources, an operator's intervention.
 
@@ -33,7 +36,7 @@ def delay(attempt: int, base: float = BASE, cap: float = CAP) -> float:
     """
     if not base >= 0 or not cap >= 0:
         raise ValueError("a base and a cap of retries are numbers of seconds, 0 or more")
-    limit = cap if attempt > 62 else min(cap, base * 2.0 ** max(0, attempt - 1))
+    limit = min(cap, base * 2.0 ** min(max(0, attempt - 1), MOST_DOUBLINGS))
     return max(min(LEAST, cap), random.uniform(0, limit))  # noqa: S311 - jitter, not a secret
 
 
@@ -120,6 +123,7 @@ NETWORK_ERRORS = {
 def is_broken(error: BaseException) -> bool:
     """Whether a driver says that its connection broke, which has no SQLSTATE."""
     return any(
-        getattr(one, "sqlstate", "") is None and type(one).__name__ in ("OperationalError", "InterfaceError")
+        getattr(one, "sqlstate", "") is None
+        and any(kind.__name__ in ("OperationalError", "InterfaceError") for kind in type(one).__mro__)
         for one in (error, getattr(error, "orig", None))
     )

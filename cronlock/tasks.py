@@ -289,9 +289,12 @@ def options_of_jobs(
         if not is_list or not all(isinstance(name, str) and name for name in dedupe):
             raise ValueError(f"dedupe must be 'payload', the names of fields, or a callable, not {dedupe!r}")
         dedupe = tuple(dedupe)
-    kinds = None if retry_on is None else (retry_on,) if isinstance(retry_on, type) else tuple(retry_on)
-    if kinds is not None and not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in kinds):
-        raise ValueError(f"retry_on must be exception types, not {retry_on!r}")
+    kinds = None
+    if retry_on is not None:
+        given = retry_on if isinstance(retry_on, Sequence) else (retry_on,)
+        if not all(isinstance(kind, type) and issubclass(kind, BaseException) for kind in given):
+            raise ValueError(f"retry_on must be exception types, not {retry_on!r}")
+        kinds = tuple(given)
     most = settings.max_attempts if max_attempts is None else max_attempts
     return {
         "queue": queue_name(queue),

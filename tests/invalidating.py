@@ -16,7 +16,7 @@ if url := os.environ.get("CASES_WEBHOOK"):
 
 if os.environ.get("CASES_KILL"):
 
-    def kill(_: Said) -> None:
+    def kill(self: Said) -> None:
         """The answer to COMMIT has come, and nothing else has happened."""
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -32,6 +32,7 @@ DEFAULTS = {
     "secrets": "not set",
     "admin_secret": "not set",
     "admin_read_secret": "not set",
+    "webhook_secret": "not set",
     "schema_name": "cronlock",
     "namespace": "not set",
     "pooler": "none",
@@ -54,6 +55,7 @@ DEFAULTS = {
     "retention_skipped": "7d",
     "retention_completed": "28d",
     "retention_failed": "90d",
+    "retention_invalidated": "7d",
     "log_format": "json",
 }
 
@@ -110,6 +112,7 @@ VALUES = {
     "retention_skipped": ("CRONLOCK_RETENTION_SKIPPED", "1d", timedelta(days=1)),
     "retention_completed": ("CRONLOCK_RETENTION_COMPLETED", "365d", timedelta(days=365)),
     "retention_failed": ("CRONLOCK_RETENTION_FAILED", "12h", timedelta(hours=12)),
+    "retention_invalidated": ("CRONLOCK_RETENTION_INVALIDATED", "2d", timedelta(days=2)),
     "log_format": ("CRONLOCK_LOG_FORMAT", "text", "text"),
 }
 

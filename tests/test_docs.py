@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import count
@@ -28,6 +28,8 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 from typer.testing import CliRunner
 
+from benchmarks.queue import command as queue
+from benchmarks.queue.systems import PEERS
 from benchmarks.table import BEGIN, END
 from cronlock import Cronlock, Outcome, Run, models, steering
 from cronlock.app import Process
@@ -35,7 +37,8 @@ from cronlock.cli import app as commands
 from cronlock.config import READ_ELSEWHERE, Settings, env_names, key
 from cronlock.migrate import migrate
 from cronlock.recovery import prune
-from tests import SECRET, Db, serving, value
+from cronlock.working import Crew
+from tests import SECRET, Db, serving, until, value
 from tests.commands import PROJECT, environment, served
 
 pytestmark = pytest.mark.anyio
@@ -206,7 +209,7 @@ def test_the_readmes_app_is_served_by_cronlock_serve(as_user: Path, database_url
 
 def test_the_readme_fits_the_first_look(project: Path) -> None:
     text = (project / "README.md").read_text()
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) < 135
     assert "./run dev" in text
     assert "./run test" in text
 
@@ -320,6 +323,14 @@ def test_the_performance_page_has_its_place_for_the_table() -> None:
     assert text.count(BEGIN) == text.count(END) <= 1
 
 
+def test_the_queue_s_performance_page_has_a_place_for_each_of_its_tables() -> None:
+    text = page("performance-queue")
+    for what in (queue.TABLE, queue.CHURN, queue.FAULTS):
+        assert text.count(queue.BEGIN.format(what)) == text.count(queue.END.format(what)) == 1
+    for peer in PEERS:
+        assert peer.name.partition(",")[0] in text
+
+
 # -- SQL -------------------------------------------------------------------------------------------------------
 
 
@@ -401,6 +412,18 @@ def roles_of_the_page(server_url: str, database: str) -> Iterator[dict[str, str]
                 admin.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(ours)))
 
 
+@asynccontextmanager
+async def worked(cron: Cronlock) -> AsyncIterator[None]:
+    """A worker beside what else an open Cronlock does."""
+    crew = Crew(cron, ["default"], 2)
+    await crew.start()
+    try:
+        yield
+    finally:
+        crew.drain(0)
+        await crew.work()
+
+
 async def test_the_runtime_role_of_the_page_serves_steers_and_prunes_but_creates_nothing(
     server_url: str, empty_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,6 +464,14 @@ async def test_the_runtime_role_of_the_page_serves_steers_and_prunes_but_creates
                     await asyncio.sleep(0.02)
                 assert steering.terminate(runtime, "cronlock", found[0])
                 assert (await calling).json()["status"] == "lost"
+                async with worked(cron):
+                    jobs = [await cron.enqueue(None, "plain"), await cron.enqueue(None, "nightly", {"fail": 1})]
+                    again = await cron.enqueue(None, "plain", delay=0.1, idempotency_key="later")
+                    assert (await cron.enqueue(None, "plain", delay=0.1, idempotency_key="later")).is_duplicate
+                    ended = "SELECT array_agg(status ORDER BY id) FROM cronlock.job_history"
+                    await until(lambda: len(value(runtime, ended) or ()) == 3, "they end")
+                    assert value(runtime, ended) == ["completed", "failed", "completed"]
+                    assert [job.job_id for job in jobs] < [again.job_id]
                 process: Process = await cron.open()
                 assert (await prune(process.database, process.runner.statements))[0] >= 2
                 for statement in ("CREATE TABLE cronlock.x ()", "CREATE SCHEMA x", "DROP VIEW cronlock.lock_holder"):

@@ -63,7 +63,7 @@ def driver(url: str, name: str) -> Any:
 
 @asynccontextmanager
 async def of_psycopg(url: str) -> AsyncIterator[Any]:
-    async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as connection:  # type: ignore[arg-type]
+    async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as connection:
         yield connection
 
 
@@ -112,7 +112,7 @@ async def test_an_enqueue_is_a_part_of_the_callers_transaction(
         later = await cron.enqueue(connection, "note", {"n": 6}, idempotency_key="undone", delay="1h")
         many = await cron.enqueue_many(connection, "note", [{"n": n} for n in range(7, 10)])
         await connection.commit()
-    found = dict(db.execute("SELECT id, (payload->>'n')::int FROM cronlock.job_status").fetchall())
+    found: dict[int, int] = dict(db.execute("SELECT id, (payload->>'n')::int FROM cronlock.job_status").fetchall())
     assert found == {
         first.job_id: 1, kept.job_id: 4, later.job_id: 6, **{one.job_id: 7 + n for n, one in enumerate(many)},
     }  # fmt: skip
@@ -122,7 +122,7 @@ async def test_an_enqueue_is_a_part_of_the_callers_transaction(
 
 @contextmanager
 def sync_psycopg(url: str) -> Iterator[Any]:
-    with psycopg.connect(url, row_factory=dict_row) as connection:  # type: ignore[arg-type]
+    with psycopg.connect(url, row_factory=dict_row) as connection:
         yield connection
 
 
@@ -163,7 +163,7 @@ def test_an_enqueue_is_a_part_of_a_synchronous_callers_transaction(
         except KeyError:
             pass
         connection.commit()
-    found = dict(db.execute("SELECT id, (payload->>'n')::int FROM cronlock.job_status").fetchall())
+    found: dict[int, int] = dict(db.execute("SELECT id, (payload->>'n')::int FROM cronlock.job_status").fetchall())
     assert found == {first.job_id: 1, kept.job_id: 4}
 
 
@@ -247,7 +247,7 @@ async def test_what_waits_at_one_moment_is_written_together_and_each_caller_gets
 
 
 async def test_the_tasks_options_hold_and_an_enqueues_own_come_first(cron: Cronlock, db: Db) -> None:
-    at = datetime(2040, 1, 1, tzinfo=UTC)
+    at = datetime(2030, 1, 1, tzinfo=UTC)
     async with cron:
         plain = await cron.enqueue(None, "report", Report(user=1))
         own = await cron.enqueue(
@@ -256,10 +256,18 @@ async def test_the_tasks_options_hold_and_an_enqueues_own_come_first(cron: Cronl
     query = "SELECT queue, priority, max_attempts, trigger, idempotency_key FROM cronlock.job_status WHERE id = %s"
     assert db.execute(query, (plain.job_id,)).fetchone() == ("slow", 3, 7, "manual", None)
     assert db.execute(query, (own.job_id,)).fetchone() == ("fast", -5, 1, "manual", "k")
-    assert value(db, "SELECT run_at = '2040-01-01 00:00+00' FROM cronlock.job_waiting") is True
+    assert value(db, "SELECT run_at = '2030-01-01 00:00+00' FROM cronlock.job_waiting") is True
 
 
-WRONG = {
+def nested(depth: int) -> dict[str, Any]:
+    """Lists within lists."""
+    found: Any = 1
+    for _ in range(depth):
+        found = [found]
+    return {"a": found}
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a list": ([1], {}, "a payload is a JSON object"),
     "NaN": ({"a": float("nan")}, {}, "JSON"),
     "infinity": ({"a": [float("inf")]}, {}, "JSON"),
@@ -267,7 +275,7 @@ WRONG = {
     "half a pair in a name": ({"\ude00": 1}, {}, "surrogate"),
     "NUL": ({"a": "x\0"}, {}, "NUL"),
     "deep": ({"a": json.loads("[" * 70 + "]" * 70)}, {}, "nested deeper"),
-    "very deep": ({"a": None}, {"deep": True}, "JSON"),
+    "very deep": (nested(100_000), {}, "JSON"),
     "a huge integer": ({"a": 10**5000}, {}, "JSON"),
     "a set": ({"a": {1}}, {}, "JSON"),
     "names of two types": ({"a": 1, 2: 2}, {}, "JSON"),
@@ -292,20 +300,11 @@ async def test_what_cannot_be_held_is_refused_before_anything_is_written(
     cron: Cronlock, database_url: str, db: Db, what: str
 ) -> None:
     payload, options, reason = WRONG[what]
-    if options.pop("deep", None):
-        payload = {"a": nested(100_000)}
     async with cron, await psycopg.AsyncConnection.connect(database_url) as connection:
         for where in (None, connection):
             with pytest.raises(PayloadError, match=reason):
                 await cron.enqueue(where, "note", payload, **options)
     assert value(db, "SELECT count(*) FROM cronlock.job_status") == 0
-
-
-def nested(depth: int) -> Any:
-    found: Any = 1
-    for _ in range(depth):
-        found = [found]
-    return found
 
 
 async def test_a_payload_that_does_not_fit_and_a_task_that_is_not_there_are_refused(cron: Cronlock, db: Db) -> None:
@@ -342,7 +341,7 @@ async def test_whatever_is_accepted_arrives_as_it_was(cron: Cronlock, database_u
         made += await asyncio.gather(*(cron.enqueue(None, "note", payload) for payload in sent))
         async with await psycopg.AsyncConnection.connect(database_url) as connection:
             made += [await cron.enqueue(connection, "note", payload) for payload in sent]
-    found = dict(db.execute("SELECT id, payload::text FROM cronlock.job").fetchall())
+    found: dict[int, str] = dict(db.execute("SELECT id, payload::text FROM cronlock.job").fetchall())
     for one, payload in zip(made, sent * 3, strict=True):
         assert exactly(found[one.job_id]) == exactly(json.dumps(payload)), payload
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from cronlock import (
     StatementRefused,
     VersionTable,
     Webhook,
+    invalidation,
 )
-from cronlock import delivery as deliveries
 from cronlock.context import MAKING
 from cronlock.database import Database
 from cronlock.targets import heard, payloads, said, signature
@@ -88,6 +89,17 @@ class Told:
     def keys(self) -> list[str]:
         """All keys in the order in which they came."""
         return [key for change in self.changes for key in change.keys]
+
+
+def has_last(told: Told, key: str) -> bool:
+    """Whether this was told last."""
+    return told.keys[-1:] == [key]
+
+
+def has_version(db: Db, number: int) -> bool:
+    """Whether the tag `reports` has this version."""
+    row = db.execute("SELECT version FROM cronlock.cache_version WHERE key = 'reports'").fetchone()
+    return row == (number,)
 
 
 @pytest.fixture
@@ -595,15 +607,15 @@ async def test_a_target_that_is_down_for_an_hour_is_asked_ever_more_seldom_and_c
 ) -> None:
     """The pauses are those of an hour; only how long a second lasts is not."""
     delays: list[float] = []
-    real = deliveries.invalidation.Statements.fill
+    real = invalidation.Statements.fill
 
     def hurried(self: Any, statement: str, **values: Any) -> bytes:
-        if statement is deliveries.invalidation.FAILED:
+        if statement is invalidation.FAILED:
             delays.append(values["delay"])
             values["delay"] = 0.001
-        return real(self, statement, **values)
+        return bytes(real(self, statement, **values))
 
-    monkeypatch.setattr(deliveries.invalidation.Statements, "fill", hurried)
+    monkeypatch.setattr(invalidation.Statements, "fill", hurried)
     async with receiving(answer=500) as receiver:
         cron = make()
         cron.target("next", Webhook(receiver.url))
@@ -755,7 +767,7 @@ async def test_a_callable_that_never_returns_is_called_once_and_is_in_nobodys_wa
         try:
             for number in range(3):
                 await cron.run("saying", {"number": number})
-                await until(lambda number=number: told.keys[-1:] == [str(number)], "the other target is told")
+                await until(partial(has_last, told, str(number)), "the other target is told")
             query = "SELECT last_error FROM cronlock.invalidation_target WHERE name = 'stuck'"
             await until(lambda: value(db, query), "it is said")
             assert value(db, query) == "it has not returned within 0.1 s"
@@ -871,8 +883,7 @@ async def test_the_version_of_a_key_rises_at_delivery_and_not_in_the_task(make: 
         }  # fmt: skip
         for number in (1, 2):
             assert (await cron.run("saying")).status == "completed"
-            query = "SELECT version FROM cronlock.cache_version WHERE key = 'reports'"
-            await until(lambda number=number: db.execute(query).fetchone() == (number,), "it rises")
+            await until(partial(has_version, db, number), "it rises")
         assert await cron.cache_versions(None, "report:42", "reports") == {"report:42": 2, "reports": 2}
     assert seen == [{"report:42": 0}, {"report:42": 1}]
 
@@ -1072,8 +1083,8 @@ async def test_what_waits_is_found_by_its_index_whatever_was_delivered_before(ma
         SELECT 'told', '{k}', '{}', '{}', 'old', now() FROM generate_series(1, 20000)"""
     )
     cron = make()
-    statements = deliveries.invalidation.statements("cronlock")
-    query = statements.fill(deliveries.invalidation.WAITING, name="told")
+    statements = invalidation.statements("cronlock")
+    query = statements.fill(invalidation.WAITING, name="told")
     db.execute("SET enable_seqscan = off")
     for prepare in ("SELECT 1", "ANALYZE cronlock.invalidation"):
         db.execute(prepare)

@@ -4,8 +4,11 @@ import asyncio
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from datetime import timedelta
 from typing import Any
 
 import psycopg
@@ -15,7 +18,7 @@ from pydantic import BaseModel, field_validator
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from cronlock import Cronlock, Run
+from cronlock import Cronlock, Run, StatementRefused
 from cronlock.migrate import migrate
 from tests import Db, Make, until, value
 from tests.observing import in_transaction, locks
@@ -501,3 +504,194 @@ async def test_a_job_waits_for_a_connection_without_using_up_an_attempt(make_cro
             await seats[0].give_back()
             await until(lambda: status(db, job) == ("completed", 1, None), "it runs when there is one")
     assert attempts(db, job) == []
+
+
+# -- timeouts, cancels, drains -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["await", "statement", "statement in a thread", "guard"])
+async def test_a_job_over_its_timeout_is_stopped_undone_and_tried_again(
+    make_cron: Make, db: Db, effect: None, how: str
+) -> None:
+    cron = make_cron()
+
+    async def awaiting(run: Run) -> None:
+        if how != "guard":
+            await run.driver.execute(WRITE, (run.id, run.attempt, "gone"))
+        await (run.driver.execute("SELECT pg_sleep(30)") if how == "statement" else asyncio.Event().wait())
+
+    def plain(run: Run) -> None:
+        run.driver.execute(WRITE, (run.id, run.attempt, "gone"))
+        run.driver.execute("SELECT pg_sleep(30)")
+
+    mode = "guard" if how == "guard" else "transaction"
+    options: dict[str, Any] = {"mode": mode, "timeout": "800ms", "max_attempts": 2, "retry_delay": "10ms"}
+    cron.task("work", **options)(plain if "thread" in how else awaiting)
+    async with working(cron):
+        job = await cron.enqueue(None, "work")
+        started = time.monotonic()
+        assert await all_ended(db) == {"failed": 1}
+        assert time.monotonic() - started < 6
+        assert live(db) == 0
+    assert status(db, job.job_id) == ("failed", 2, "TimeoutError")
+    assert attempts(db, job.job_id) == [(1, "timed_out", "TimeoutError"), (2, "timed_out", "TimeoutError")]
+    assert effects(db, job.job_id) == []
+    assert in_transaction(db) == []
+
+
+async def test_a_thread_that_goes_on_keeps_its_lease_until_it_returns_and_writes_nothing_more(
+    make_cron: Make, db: Db, effect: None
+) -> None:
+    # Case Y08: another worker is there to take it.
+    cron, other = make_cron(lease="2s"), make_cron(lease="2s")
+    refused: list[BaseException] = []
+
+    def work(run: Run) -> None:
+        if run.attempt > 1:
+            return
+        time.sleep(5)
+        try:
+            run.driver.execute(WRITE, (run.id, run.attempt, "late"))
+        except BaseException as error:
+            refused.append(error)
+            raise
+
+    for each in (cron, other):
+        each.task("work", timeout="1s", retry_delay="10ms")(work)
+    async with working(cron, concurrency=1), working(other, concurrency=1):
+        job = await cron.enqueue(None, "work")
+        await asyncio.sleep(4)
+        assert status(db, job.job_id) == ("processing", 1, None)
+        assert value(db, "SELECT lease_until > clock_timestamp() FROM cronlock.job") is True
+        assert await all_ended(db) == {"completed": 1}
+    assert status(db, job.job_id) == ("completed", 2, None)
+    assert attempts(db, job.job_id) == [(1, "timed_out", "TimeoutError")]
+    assert "timeout" in str(refused[0])
+    assert effects(db, job.job_id) == []
+
+
+@pytest.mark.parametrize("mode", ["transaction", "guard"])
+async def test_an_operator_cancels_a_job_that_runs_and_it_is_not_tried_again(
+    make_cron: Make, db: Db, effect: None, mode: str
+) -> None:
+    cron = make_cron()
+
+    @cron.task("work", mode=mode)
+    async def work(run: Run) -> None:
+        if mode == "transaction":
+            await run.driver.execute(WRITE, (run.id, run.attempt, "gone"))
+        await asyncio.Event().wait()
+
+    async with working(cron):
+        job = await cron.enqueue(None, "work")
+        await until(lambda: status(db, job.job_id) == ("processing", 1, None), "it runs")
+        db.execute("UPDATE cronlock.job SET cancel_requested_at = now(), cancel_requested_by = 'ana'")
+        started = time.monotonic()
+        assert await all_ended(db) == {"cancelled": 1}
+        assert time.monotonic() - started < 3
+    assert attempts(db, job.job_id) == [(1, "cancelled", "CancelAsked")]
+    assert effects(db, job.job_id) == []
+
+
+async def test_cancels_that_race_with_the_end_give_one_end_each(make_cron: Make, db: Db) -> None:
+    # Case Q19: 200 of them, at any moment; what ended before it was asked has completed, and nothing ends twice.
+    cron = make_cron()
+
+    @cron.task("work", mode="guard")
+    async def work(run: Run) -> None:
+        await asyncio.sleep(0.02)
+
+    async with working(cron):
+        made = await cron.enqueue_many(None, "work", [{} for _ in range(200)])
+        for job in made:
+            db.execute(
+                "UPDATE cronlock.job SET cancel_requested_at = now(), cancel_requested_by = 'ana' WHERE id = %s",
+                (job.job_id,),
+            )
+            await asyncio.sleep(0.003)
+        found = await all_ended(db)
+    assert sum(found.values()) == 200
+    assert set(found) <= {"completed", "cancelled"}
+    assert value(db, "SELECT count(DISTINCT id) FROM cronlock.job_history") == 200
+
+
+async def test_a_job_that_is_given_back_though_it_was_to_be_cancelled_is_not_run_again(make_cron: Make, db: Db) -> None:
+    cron = make_cron()
+    begun = asyncio.Event()
+
+    @cron.task("work", mode="guard")
+    async def work(run: Run) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with working(cron):
+        job = await cron.enqueue(None, "work")
+        await begun.wait()
+        db.execute("UPDATE cronlock.job SET cancel_requested_at = now()")
+    assert status(db, job.job_id) == ("cancelled", 1, "CancelAsked")
+
+
+async def test_a_drain_gives_back_what_runs_but_what_has_completed_stays_completed(
+    make_cron: Make, db: Db, effect: None
+) -> None:
+    cron = make_cron()
+
+    @cron.task("long")
+    async def long(run: Run) -> None:
+        await run.driver.execute(WRITE, (run.id, run.attempt, "gone"))
+        await asyncio.Event().wait()
+
+    @cron.task("stubborn", mode="guard")
+    async def stubborn(run: Run) -> str:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return "done all the same"
+        return ""
+
+    async with working(cron):
+        jobs = [await cron.enqueue(None, name) for name in ("long", "stubborn")]
+        for job in jobs:
+            await until(lambda: status(db, job.job_id) == ("processing", 1, None), "it runs")  # noqa: B023
+        await asyncio.sleep(0.2)
+    assert status(db, jobs[0].job_id) == ("queued", 0, None)
+    assert status(db, jobs[1].job_id) == ("completed", 1, None)
+    assert effects(db, jobs[0].job_id) == []
+    assert value(db, "SELECT count(*) FROM cronlock.worker") == 0
+
+
+async def test_a_lease_that_cannot_be_renewed_stops_the_code_and_the_job_goes_to_somebody_else(
+    proxied: tuple[Cronlock, Proxy], make_cron: Make, db: Db, effect: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    cron, proxy = proxied
+    cron.settings = cron.settings.model_copy(update={"lease": timedelta(seconds=2)})
+    other = make_cron(lease="2s", presence_grace="2s")
+    begun, stopped = threading.Event(), []
+
+    async def work(run: Run) -> None:
+        if run.attempt > 1:
+            return
+        begun.set()
+        try:
+            await asyncio.sleep(20)
+        except asyncio.CancelledError:
+            stopped.append(time.monotonic())
+            with pytest.raises(StatementRefused):
+                run.check()
+            raise
+
+    for each in (cron, other):
+        each.task("work", mode="guard")(work)
+    async with working(cron), AsyncExitStack() as stack:
+        (job,) = put(db, "work")
+        await until(begun.is_set, "it runs")
+        proxy.stall()
+        stalled = time.monotonic()
+        await stack.enter_async_context(working(other))
+        await until(lambda: status(db, job) == ("completed", 2, None), "another one has it", 10)
+        assert stopped, "the code was stopped before another worker began"
+        assert stopped[0] - stalled < 3
+        proxy.flow()
+        await until(lambda: told(caplog, "job.lease_lost"), "the loser says so", 10)
+        (again,) = put(db, "work")
+        await until(lambda: status(db, again) is not None and (status(db, again) or ("",))[0] != "queued", "and works")

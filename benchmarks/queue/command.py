@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.arms import Reading, Wrong
@@ -20,37 +20,43 @@ LEAST_ROUNDS = 5
 GROUPS = ("process", "enqueue", "http", "latency", "full", "held")
 """What the table has."""
 WITH_PEERS = ("process", "enqueue", "latency")
-CHURN, FAULTS = "churn", "faults"
+TABLE, CHURN, FAULTS = "table", "churn", "faults"
 """What has a report of its own."""
-BEGIN = "<!-- benchmarks: {}, written by `./run bench queue --write` -->"
-END = "<!-- benchmarks: {}, end -->"
+BEGIN = "<!-- queue benchmarks: {}: what follows is written by `./run bench queue --write` -->"
+END = "<!-- queue benchmarks: {}: end -->"
 INSTALL_WITHIN = 600.0
 INSTALL_WITHIN_SHORT = 25.0
 SHORT_PEERS = (PGQUEUER, GRAPHILE)
 MINUTES = 30.0
-MINUTES_SHORT = 0.15
+MINUTES_SHORT = 0.05
 
 
 def main(words: Sequence[str]) -> int:
     """Returns the exit code: 1 for a reading that is worth nothing; a target that is not reached is no error."""
     given = arguments(words)
     command = shlex.join(["./run", "bench", "queue", *words])
-    reports = []
+    made: dict[str, Callable[[], str]] = {
+        TABLE: lambda: table(given, command),
+        CHURN: lambda: churn.report(given.minutes, command, is_short=given.short),
+        FAULTS: lambda: faults.report(command, is_short=given.short),
+    }
     try:
-        if given.only in (None, *GROUPS):
-            reports.append(("queue", table(given, command)))
-        if given.only == CHURN or (given.short and given.only is None):
-            reports.append((CHURN, churn.report(given.minutes, command, is_short=given.short)))
-        if given.only in (None, FAULTS):
-            reports.append((FAULTS, faults.report(command, is_short=given.short)))
+        for what in wanted(given):
+            report = made[what]()
+            print(report, end="\n\n", flush=True)
+            if given.write:
+                write(given.write, report, BEGIN.format(what), END.format(what))
     except Wrong as error:
         print(f"this is no measurement: {error}", file=sys.stderr)
         return 1
-    for what, report in reports:
-        print(report, end="\n\n")
-        if given.write:
-            write(given.write, report, BEGIN.format(what), END.format(what))
     return 0
+
+
+def wanted(given: argparse.Namespace) -> list[str]:
+    """The reports that were asked for; the one that takes half an hour only by its name, or in its short form."""
+    if given.only is None:
+        return [TABLE, CHURN, FAULTS] if given.short else [TABLE, FAULTS]
+    return [TABLE if given.only in GROUPS else given.only]
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -70,7 +76,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--write is for the whole table, or for --only {CHURN} and --only {FAULTS}")
     if given.write:
         try:
-            for what in ("queue", CHURN, FAULTS):
+            for what in (TABLE, CHURN, FAULTS):
                 surroundings(given.write, BEGIN.format(what), END.format(what))
         except (OSError, ValueError) as error:
             parser.error(str(error))
@@ -103,8 +109,8 @@ def table(given: argparse.Namespace, command: str) -> str:
     wanted_peers = given.peers if given.only in (None, *WITH_PEERS) else []
     peers = installed(wanted_peers, INSTALL_WITHIN_SHORT if given.short else INSTALL_WITHIN, missing)
     with Rig(has_redis=False) as rig:
-        wanted = [one for one in stages(rig, scale, peers) if given.only in (None, one.group)]
-        rounds = measure(wanted, given.rounds, given.seconds, is_short=given.short, missing=missing)
+        chosen = [one for one in stages(rig, scale, peers) if given.only in (None, one.group)]
+        rounds = measure(chosen, given.rounds, given.seconds, is_short=given.short, missing=missing)
         compared = [
             found
             for row in rows(scale, peers)
@@ -126,14 +132,14 @@ def installed(peers: Sequence[System], within: float, missing: dict[str, str]) -
 
 
 def measure(
-    wanted: Sequence[Stage], times: int, seconds: float, *, is_short: bool, missing: dict[str, str]
+    chosen: Sequence[Stage], times: int, seconds: float, *, is_short: bool, missing: dict[str, str]
 ) -> list[Round]:
     """Every reading: `times` rounds of each stage, after one to warm up but in the short form.
 
     A peer that breaks off is left out from then on, and named; cronlock's own arms raise `Wrong`.
     """
     rounds: list[Round] = [{} for _ in range(times)]
-    for stage in wanted:
+    for stage in chosen:
         show(f"preparing for: {'; '.join(stage.arms)}")
         with stage.setting() as places:
             if not stage.is_once and not is_short:

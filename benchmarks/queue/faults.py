@@ -13,7 +13,7 @@ from benchmarks.rig import Rig
 from benchmarks.table import SHORT, today
 
 JOBS = 20_000
-JOBS_SHORT = 1_500
+JOBS_SHORT = 1_000
 KILLED = 5
 WITHIN = 240.0
 KILL = """

@@ -220,7 +220,7 @@ def work(place: Place, system: System, seconds: float, queued: int = 0) -> Work:
     """
     for _ in range(TRIES):
         rate = place.rates.get(system.name, system.guess)
-        found, is_seen = _work(place, system, rate * seconds, queued)
+        found, is_seen = _work(place, system, rate, seconds, queued)
         if is_seen or seconds < 1:
             place.rates[system.name] = found.rate
             return found
@@ -229,14 +229,15 @@ def work(place: Place, system: System, seconds: float, queued: int = 0) -> Work:
     raise Wrong(f"{system.name}: all jobs were over before there was a second look, {TRIES} times")
 
 
-def _work(place: Place, system: System, wanted: float, queued: int) -> tuple[Work, bool]:
+def _work(place: Place, system: System, rate: float, seconds: float, queued: int) -> tuple[Work, bool]:
     """One reading; whether there was more than one look at what was left."""
-    jobs = min(max(round(wanted), LEAST), MOST)
+    jobs = min(max(round(rate * seconds), LEAST), MOST)
     first = max(jobs // 4, LEAST)
     total = max(first + jobs, queued)
     before = place.count(system.completed) if system.completed else 0
     place.tell("many", "0", str(total), core=place.core, system=system)
-    place.settle()
+    if seconds >= 1:
+        place.settle()
     with Worker(place, system) as worker:
         began = time.monotonic()
         start = worker.wait(total - first)

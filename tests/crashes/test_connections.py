@@ -419,6 +419,7 @@ async def test_a_commit_that_never_gets_an_answer_is_given_up_and_settled_by_its
         asyncio.get_running_loop().call_later(0.5, server_notices)
 
     async with serving(cron.app()) as client:
+        await asyncio.sleep(0.5)  # the timer's first duties are done, and both connections for records are free
         started = time.monotonic()
         answer = await client.get("/cron/work")
         assert (answer.status_code, answer.json()["status"]) == (500, "lost")

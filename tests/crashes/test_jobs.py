@@ -409,7 +409,7 @@ async def test_two_versions_of_an_app_share_a_queue_and_each_takes_what_it_knows
     # Case Q16.
     (tmp_path / "old.py").write_text(OLD)
     (tmp_path / "new.py").write_text(NEW)
-    beside = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
+    beside: dict[str, Any] = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
     old, new = start.start(app="old:cron", **beside), start.start(app="new:cron", **beside)
     made = put(db, "added", jobs=50) + put(db, "known", jobs=50)
     assert await all_ended(db) == {"completed": 100}
@@ -430,7 +430,7 @@ async def test_two_versions_of_an_app_share_a_queue_and_each_takes_what_it_knows
 
 async def test_workers_whose_clocks_are_hours_off_keep_the_databases_time(start: Workers, db: Db) -> None:
     for hours in (5, -3):
-        skewed = {"LD_PRELOAD": str(find_libfaketime()), "FAKETIME": f"{hours:+d}h", **FAKETIME}
+        skewed: dict[str, Any] = {"LD_PRELOAD": str(find_libfaketime()), "FAKETIME": f"{hours:+d}h", **FAKETIME}
         start.start(CRONLOCK_LEASE="3s", CRONLOCK_PRESENCE_GRACE="2s", **skewed)
     began = value(db, "SELECT clock_timestamp()")
     slow = put(db, "guarded", '{"pause": 5}', jobs=4)
@@ -467,7 +467,8 @@ async def test_leases_are_renewed_in_time_under_load(start: Workers, db: Db) -> 
 
 async def test_a_lease_or_a_grace_that_makes_no_sense_stops_the_start(start: Workers) -> None:
     for name in ("CRONLOCK_LEASE", "CRONLOCK_PRESENCE_GRACE"):
-        worker = start.start(waits=False, **{name: "500ms"})
+        given: dict[str, Any] = {name: "500ms"}
+        worker = start.start(waits=False, **given)
         assert worker.ends() == 2
         assert name in worker.said
         assert "too short" in worker.said

@@ -54,7 +54,8 @@ def start(pooled_url: str, tmp_path: Path) -> Iterator[Workers]:
         yield started
 
 
-def settings(is_direct: bool, database_url: str) -> dict[str, str]:
+def settings(is_direct: bool, database_url: str) -> dict[str, Any]:
+    """What the workers are told of the pooler."""
     direct = {"CRONLOCK_DIRECT_URL": database_url} if is_direct else {}
     return {"CRONLOCK_POOLER": "transaction", "CRONLOCK_LEASE": "3s", **direct}
 
