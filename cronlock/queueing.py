@@ -7,6 +7,7 @@ decided.
 """
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -37,7 +38,8 @@ class Queueing:
         Raises `Unavailable` if nothing could be decided, `PayloadError` for a payload that cannot be kept.
         """
         task = call.task
-        wanted = order(task, [given], trigger="http", occurrence=call.occurrence, keys=())
+        # What makes two such calls one is their occurrence, not the task's `dedupe`.
+        wanted = order(replace(task, dedupe=None), [given], trigger="http", occurrence=call.occurrence)
         key = locks.key_expressions(task)[0].as_bytes(None)
         values = {
             **wanted.options,

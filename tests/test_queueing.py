@@ -60,7 +60,7 @@ async def test_a_call_makes_a_job_and_the_next_one_is_skipped_while_it_is_live(
 ) -> None:
     async with serving(cron.app()) as client:
         first = await client.get("/cron/nightly?full=1")
-        assert first.status_code == 202
+        assert first.status_code == 202, first.text
         job_id = first.json()["jobId"]
         assert first.json() == {"status": "queued", "task": "nightly", "jobId": job_id, "duplicate": False}
         assert first.headers["cronlock-status"] == "queued"

@@ -464,6 +464,8 @@ async def test_a_job_is_cancelled_in_whatever_state_it_is_and_the_answer_says_so
             sleeping = (await client.post("/jobs/sleepy", json={})).json()["jobId"]
             await ended(client, sleeping, "processing")
             assert await cancel(sleeping) == (200, "cancelled", False), "its worker stops it"
+            tried = (await ended(client, sleeping))["attempted"]
+            assert [(one["attempt"], one["status"]) for one in tried] == [(1, "cancelled")], "its worker wrote it"
             done = (await client.post("/jobs/echo", json={})).json()["jobId"]
             await ended(client, done)
             assert await cancel(done) == (200, "completed", True)
