@@ -513,7 +513,7 @@ async def test_a_cancel_that_races_with_the_end_leaves_one_end_and_tells_it(
     async with serving(cron.app()) as client, at_work(make_cron):
         told: dict[int, str] = {}
         for number in range(200):
-            lasts = 0.002 * (number % 10)
+            lasts = 10.0 if number % 50 == 7 else 0.002 * (number % 10)
             job_id = (await client.post("/jobs/sleepy", json={"lasts": lasts})).json()["jobId"]
             await asyncio.sleep(0.001 * (number % 17))
             answer = await client.post(f"/jobs/{job_id}/cancel", headers=bearer(ADMIN))
