@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from cronlock import Cronlock, Retry, Run
+from cronlock import Cronlock, Retry, Run, VersionTable
 
 TABLE = """
 CREATE TABLE IF NOT EXISTS report (
@@ -36,6 +36,7 @@ UPDATE report SET body = :body, external_request_id = :external_request_id, made
 SHOW = text("SELECT id, user_id, body, made_at FROM report WHERE id = :id")
 
 cron = Cronlock()
+cron.target("pages", VersionTable())  # a reader puts the version of "report:7" into the key of its cache
 engine = create_async_engine(
     "postgresql+psycopg://", async_creator=lambda: psycopg.AsyncConnection.connect(cron.settings.database_url)
 )

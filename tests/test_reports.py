@@ -42,6 +42,8 @@ async def test_orders_that_come_together_make_one_job_and_one_report(reports: Mo
         assert (await shown(client, 7)).json()["body"] is None
         async with working(reports.cron):
             await until(lambda: value(db, "SELECT count(*) FROM cronlock.job_history") == 1, "it is made")
+            told = "SELECT count(*) FROM cronlock.cache_version WHERE key = 'report:7' AND version = 1"
+            await until(lambda: value(db, told) == 1, "who shows it is told")
         body = (await shown(client, 7)).json()["body"]
         assert body.startswith("report 7 for user 1, rendered as ")
         assert (await shown(client, 8)).status_code == 404
