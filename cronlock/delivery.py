@@ -236,7 +236,8 @@ class Deliverer:
 
     async def _failed(self, target: Target, ids: list[int], error: NotDelivered, token: str) -> None:
         failures = self._failures.get(target.name, 0) + 1
-        delay = min(BACKOFF[1], BACKOFF[0] * 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1)  # noqa: S311
+        longest = min(BACKOFF[1], BACKOFF[0] * 2.0 ** min(failures - 1, 10))
+        delay = longest * random.uniform(0.5, 1)  # noqa: S311 - jitter, not a secret
         why = clip(self._scrub(str(error)), MESSAGE_LIMIT)
         log.warning(
             "the target %s was not told of %s rows: %s; again in %.1f s", target.name, len(ids), why, delay,
