@@ -209,7 +209,7 @@ def test_the_readmes_app_is_served_by_cronlock_serve(as_user: Path, database_url
 
 def test_the_readme_fits_the_first_look(project: Path) -> None:
     text = (project / "README.md").read_text()
-    assert len(text.splitlines()) < 135
+    assert len(text.splitlines()) < 120
     assert "./run dev" in text
     assert "./run test" in text
 
