@@ -167,7 +167,8 @@ SELECT b.id FROM back b UNION ALL SELECT g.id FROM gone g
 
 RELEASE = f"WITH mine AS (SELECT * FROM unnest($1, $2) AS e(id, token)),{GIVE_BACK}"
 
-# Whoever has a row locked is ending it: it is not renewed, and not lost either.
+# Whoever has a row locked is mostly ending it: it is not waited for, and neither renewed nor lost. What it tells of are
+# the rows that were not renewed, and those that are to be cancelled.
 RENEW = """
 WITH held AS MATERIALIZED (
     SELECT j.id, j.cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(j.cancel_requested_by, '') AS cancelled_by
@@ -181,9 +182,10 @@ renewed AS (
       FROM unnest($1, $2) AS e(id, token)
      WHERE j.id = e.id AND j.lease_token = e.token AND j.id = ANY (ARRAY(SELECT f.id FROM free f))
  RETURNING j.id)
-SELECT e.id, h.id IS NULL AS is_lost, coalesce(h.cancelled_by, ''), (SELECT count(*) FROM renewed)
-  FROM unnest($1, $2) AS e(id, token) LEFT JOIN held h ON h.id = e.id
- WHERE h.id IS NULL OR h.is_cancelled
+SELECT e.id, e.id NOT IN (SELECT h.id FROM held h) AS is_lost, e.id IN (SELECT r.id FROM renewed r) AS is_renewed,
+       (SELECT h.cancelled_by FROM held h WHERE h.id = e.id AND h.is_cancelled)
+  FROM unnest($1, $2) AS e(id, token)
+ WHERE e.id NOT IN (SELECT r.id FROM renewed r) OR e.id IN (SELECT h.id FROM held h WHERE h.is_cancelled)
 """
 
 CANCELLED = """
