@@ -18,7 +18,7 @@ The layers, each of which imports only from those below it:
     attempt | closing | skips | stopping
     execution
     context | gate | guard
-    delivery | enqueue | versions
+    delivery | enqueue | polling | versions
     background | inspecting | link | presence | recording | reporting | sending | steering | subscribing
     explain | metrics | stats
     invalidation | jobs | runs

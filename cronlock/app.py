@@ -24,6 +24,7 @@ from cronlock.inspecting import Inspector
 from cronlock.keys import occurrence_fault
 from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome
+from cronlock.polling import Polls
 from cronlock.queueing import Queueing
 from cronlock.readiness import Readiness
 from cronlock.recording import Recorder
@@ -566,6 +567,7 @@ class Process:
         written = jobs.statements(settings.schema_name, is_prepared=self.database.keeps_records_apart)
         self.enqueuer = enqueue.Enqueuer(self.database, written)
         self.producer = enqueue.Producer(tasks, written, self.enqueuer)
+        self.polls = Polls(self.database, written)
         self.runner = Runner(
             self.database,
             self.recorder,
@@ -625,6 +627,7 @@ class Process:
         await self.deliverer.close()
         await self.inspector.close()
         await self.enqueuer.close()
+        await self.polls.close()
         await self.runner.spawn(self.database.close())
 
     def told(self, task: Task, made: Enqueued, key: str | None) -> None:

@@ -511,6 +511,14 @@ kept AS (
 SELECT a.id, true AS is_asked FROM asked a UNION ALL SELECT k.id, false FROM kept k
 """
 
+# What those who poll are told, in one statement: a job that is being moved is seen in exactly one place.
+POLLED = """
+SELECT s.job_id, row_to_json(s)::text
+  FROM (SELECT j.id AS job_id, j.task, j.status, j.attempts, j.max_attempts, j.enqueued_at, j.run_at, j.started_at,
+               j.finished_at, j.progress_done, j.progress_total
+          FROM {job_status} j WHERE j.id = ANY (CAST([ids] AS bigint[]))) s
+"""
+
 WINDOW = 5000
 """How many ended jobs a pruner looks at in one transaction."""
 
