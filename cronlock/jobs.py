@@ -565,6 +565,8 @@ gone AS (
 SELECT count(*) AS number FROM gone
 """
 
+PRUNABLE_KEYS = "SELECT count(*) AS number FROM {idempotency_key} k WHERE k.expires_at < clock_timestamp()"
+
 PREPARED = {
     "claim_next": (CLAIM_NEXT, "uuid, interval, uuid, text, text[], integer, smallint, bigint"),
     "claim": (CLAIM, "uuid, interval, uuid, text, text[], integer"),

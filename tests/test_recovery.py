@@ -353,6 +353,41 @@ async def test_a_million_old_jobs_go_in_short_transactions_while_a_queue_works(
     assert value(db, "SELECT count(*) FROM cronlock.job_attempt") == 0
 
 
+def old_words(db: Db, number: int, age: str, *, is_delivered: bool) -> None:
+    """Write invalidations of `age` ago."""
+    db.execute(
+        """INSERT INTO cronlock.invalidation (target, keys, tags, paths, task, created_at, delivered_at)
+           SELECT 'site-' || n %% 3, '{k}', '{}', '{}', 'a', now() - %s::interval, CASE WHEN %s THEN now() END
+             FROM generate_series(1, %s) n""",
+        (age, is_delivered, number),
+    )
+
+
+def test_the_command_prunes_invalidations_window_by_window_past_those_that_are_locked(
+    database_url: str, db: Db, tmp_path: Path
+) -> None:
+    old_words(db, 1500, "8 days", is_delivered=True)
+    old_words(db, 700, "8 days", is_delivered=False)
+    old_words(db, 30, "1 day", is_delivered=False)
+
+    def prune(*arguments: str) -> Any:
+        done = cronlock("prune", *arguments, "--json", cwd=tmp_path, DATABASE_URL=database_url)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found["rows"], {each["status"]: each["rows"] for each in found["invalidationsByStatus"]}
+
+    assert prune("--dry-run") == (2200, {"delivered": 1500, "undelivered": 700})
+    assert value(db, "SELECT count(*) FROM cronlock.invalidation") == 2230
+    with psycopg.connect(database_url) as other:
+        other.execute("SELECT FROM cronlock.invalidation ORDER BY id LIMIT 10 FOR UPDATE")
+        assert prune() == (2190, {"delivered": 1490, "undelivered": 700})
+        other.rollback()
+    shown = cronlock("prune", "--dry-run", cwd=tmp_path, DATABASE_URL=database_url)
+    assert shown.stdout == "10 rows would be deleted (10 delivered invalidations)\n"
+    shown = cronlock("prune", cwd=tmp_path, DATABASE_URL=database_url, CRONLOCK_RETENTION_INVALIDATED="1h")
+    assert shown.stdout == "40 rows deleted (10 delivered, 30 undelivered invalidations)\n"
+
+
 def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp_path: Path) -> None:
     old(db, "a", "skipped", "9 days", 12_000)
     old(db, "a", "timed_out", "100 days", 3)
@@ -369,8 +404,9 @@ def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp
     old_keys(db, 6000, "-1 s")
     by_status = [{"status": "skipped", "rows": 12_000}, {"status": "timed_out", "rows": 3}]
     jobs_by_status = [{"status": "completed", "rows": 7000}, {"status": "failed", "rows": 2}]
-    found = {"byStatus": by_status, "jobsByStatus": jobs_by_status}
-    assert prune("--dry-run") == {"rows": 19_005, "isDryRun": True, "keys": 0, **found}
+    found = {"byStatus": by_status, "jobsByStatus": jobs_by_status, "invalidationsByStatus": []}
+    assert prune("--dry-run") == {"rows": 25_005, "isDryRun": True, "keys": 6000, **found}
+    assert value(db, "SELECT count(*) FROM cronlock.idempotency_key") == 6000
     assert counts(db)["a", "skipped"] == 12_000
     assert job_counts(db) == {"completed": 7010, "failed": 2}
     assert prune() == {"rows": 25_005, "isDryRun": False, "keys": 6000, **found}
