@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from psycopg import sql
 
-from cronlock.locks import quoted, text_of
+from cronlock.locks import text_of
 from cronlock.targets import Invalidation, merged
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ SELECT t.name, extract(epoch FROM clock_timestamp() - t.seen_at)::bigint,
 """
 
 ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"'})
-encode = json.JSONEncoder(separators=(",", ":")).encode
+encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+"""Without escapes: a database in SQL_ASCII holds any text, and can read none of these."""
 
 
 class Statements:
@@ -225,7 +226,7 @@ def written(value: Any) -> str:
             return text_of(value).decode()
         case tuple():
             return array(value).decode()
-    return quoted(encode(value)).decode()
+    return text_of(encode(value)).decode()
 
 
 def array(items: Sequence[str] | Sequence[int]) -> bytes:
