@@ -20,8 +20,8 @@ import psycopg
 from psycopg.rows import tuple_row
 from pydantic import BaseModel
 from sqlalchemy import Connection, CursorResult, text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
 
 from cronlock import jobs, jsontext, wire
 from cronlock.config import parse_duration
@@ -223,7 +223,7 @@ async def on_async(connection: Any, statements: jobs.Statements, wanted: Order) 
                 cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)  # whatever the connection's own are
                 await cursor.execute(statements.text(statement, "%({})s"), values)
                 rows = await cursor.fetchall() if cursor.description else []
-            elif isinstance(connection, (AsyncConnection, AsyncSession)):
+            elif isinstance(connection, (AsyncConnection, AsyncSession, async_scoped_session)):
                 result = await connection.execute(text(statements.text(statement, ":{}")), values)
                 rows = list(result) if isinstance(result, CursorResult) and result.returns_rows else []
             else:
@@ -247,7 +247,7 @@ def on_sync(connection: Any, statements: jobs.Statements, wanted: Order) -> list
                 cursor = psycopg.Cursor(connection, row_factory=tuple_row)
                 cursor.execute(statements.text(statement, "%({})s"), values)
                 rows = cursor.fetchall() if cursor.description else []
-            elif isinstance(connection, (Connection, Session)):
+            elif isinstance(connection, (Connection, Session, scoped_session)):
                 result = connection.execute(text(statements.text(statement, ":{}")), values)
                 rows = list(result) if isinstance(result, CursorResult) and result.returns_rows else []
             else:

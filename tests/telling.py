@@ -65,7 +65,7 @@ async def tell_all(cron: Cronlock, db: Db, listener: "psycopg.AsyncConnection[An
         async for notice in listener.notifies(timeout=0.5):
             notified += heard(notice.payload).keys
     assert ours(notified) == expected
-    versions = dict(db.execute("SELECT key, version FROM cronlock.cache_version").fetchall())
+    versions: dict[str, int] = dict(db.execute("SELECT key, version FROM cronlock.cache_version").fetchall())
     assert versions[word] >= 1
     assert {key for key in versions if key.startswith(word) and key != word} >= set(expected)
     assert value(db, "SELECT count(*) FROM cronlock.invalidation WHERE array_to_string(keys, '') LIKE '%%-1'") == 0

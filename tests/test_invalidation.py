@@ -893,8 +893,8 @@ async def test_the_version_of_a_key_rises_at_delivery_and_not_in_the_task(make: 
 
 async def test_versions_are_read_over_every_kind_of_connection(make: Make, db: Db, database_url: str) -> None:
     from sqlalchemy import create_engine
-    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-    from sqlalchemy.orm import Session
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
     db.execute("INSERT INTO cronlock.cache_version (key, version) VALUES ('a', 7)")
     cron, expected = make(), {"a": 7, "b": 0}
@@ -903,11 +903,17 @@ async def test_versions_are_read_over_every_kind_of_connection(make: Make, db: D
     async with engine.connect() as connection, AsyncSession(engine) as session:
         assert await cron.cache_versions(connection, "a", "b") == expected
         assert await cron.cache_versions(session, "a", "b") == expected
+    scope = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
+    assert await cron.cache_versions(scope, "a", "b") == expected
+    await scope.remove()
     await engine.dispose()
     plain = create_engine(url)
     with plain.connect() as sync_connection, Session(plain) as sync_session:
         assert cron.cache_versions_sync(sync_connection, "a", "b") == expected
         assert cron.cache_versions_sync(sync_session, "a", "b") == expected
+    sync_scope = scoped_session(sessionmaker(plain))
+    assert cron.cache_versions_sync(sync_scope, "a", "b") == expected
+    sync_scope.remove()
     plain.dispose()
     with psycopg.connect(database_url) as driver:
         driver.execute("CREATE SCHEMA hostile; SET search_path = hostile")
