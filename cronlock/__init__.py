@@ -33,7 +33,7 @@ The layers, each of which imports only from those below it:
     cluster
     postmaster
     binaries
-    conninfo | documents | lines | scrub | wire
+    conninfo | documents | lines | scrub | units | wire
     jsontext
     errors
 """

@@ -33,8 +33,8 @@ def require_app(given: str | None) -> str:
 
 def duration(text: str, option: str) -> timedelta:
     """An option's duration; raises `ConfigError` with an example."""
-    from cronlock.config import LONGEST_RETENTION, parse_duration
     from cronlock.errors import ConfigError
+    from cronlock.units import LONGEST_RETENTION, parse_duration
 
     try:
         return parse_duration(text, longest=LONGEST_RETENTION)
