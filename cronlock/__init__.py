@@ -8,6 +8,7 @@ The layers, each of which imports only from those below it:
     loading | logs | working
     app
     web
+    process
     recovery
     readiness
     runner
