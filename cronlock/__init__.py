@@ -15,6 +15,7 @@ The layers, each of which imports only from those below it:
     stint
     duties | leases
     worker
+    claims | ends
     attempts | queueing | transaction
     attempt | closing | skips | stopping
     execution

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg.pq.abc import PGresult
@@ -10,8 +11,18 @@ from psycopg.pq.abc import PGresult
 from cronlock import wire
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import Unavailable
+from cronlock.wire import Row
 
-CLOSE_WITHIN = 2.0
+
+def ignored(_: list[Row]) -> None:
+    """Nothing is to be made of these rows."""
+
+
+class Part(NamedTuple):
+    """A statement of a message, and what takes its rows once the message is committed."""
+
+    text: bytes
+    take: Callable[[list[Row]], None] = ignored
 
 
 class Link:
