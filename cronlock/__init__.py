@@ -8,6 +8,7 @@ The layers, each of which imports only from those below it:
     loading | logs | working
     app
     web
+    process
     recovery
     readiness
     runner
@@ -34,7 +35,7 @@ The layers, each of which imports only from those below it:
     cluster
     postmaster
     binaries
-    conninfo | documents | lines | scrub | wire
+    conninfo | documents | lines | scrub | units | wire
     jsontext
     errors
 """

@@ -24,13 +24,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from cronlock import jobs, jsontext, wire
-from cronlock.config import parse_duration
 from cronlock.database import Database, unavailable
 from cronlock.errors import CronlockError, IdempotencyKeyInUse, IdempotencyKeyReused, PayloadError, Unavailable
 from cronlock.keys import occurrence_fault
 from cronlock.link import Link
 from cronlock.recording import HEAD
 from cronlock.tasks import MOST_ATTEMPTS, MOST_PRIORITY, Registry, Task, queue_name, whole
+from cronlock.units import parse_duration
 
 TRIES = 3
 LONGEST_DELAY = timedelta(days=3660)
