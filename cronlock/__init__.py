@@ -20,6 +20,7 @@ The layers, each of which imports only from those below it:
     attempt | closing | skips | stopping
     execution
     context | gate | guard
+    enqueuer
     delivery | enqueue | versions
     background | inspecting | link | presence | recording | reporting | sending | steering | subscribing
     explain | metrics | stats

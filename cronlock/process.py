@@ -6,11 +6,12 @@ import os
 import socket
 from uuid import uuid4
 
-from cronlock import enqueue, invalidation, jobs, runs
+from cronlock import invalidation, jobs, runs
 from cronlock.config import Settings
 from cronlock.database import Database
 from cronlock.delivery import Deliverer
 from cronlock.enqueue import Enqueued
+from cronlock.enqueuer import Enqueuer, Producer
 from cronlock.errors import CronlockError
 from cronlock.inspecting import Inspector
 from cronlock.metrics import Metrics
@@ -45,8 +46,8 @@ class Process:
         self.deliverer = Deliverer(self.database, outbox, targets, self.metrics)
         self.outbox = invalidation.Outbox(outbox, targets, self.deliverer)
         written = jobs.statements(settings.schema_name, is_prepared=self.database.keeps_records_apart)
-        self.enqueuer = enqueue.Enqueuer(self.database, written)
-        self.producer = enqueue.Producer(tasks, written, self.enqueuer)
+        self.enqueuer = Enqueuer(self.database, written)
+        self.producer = Producer(tasks, written, self.enqueuer)
         self.runner = Runner(
             self.database,
             self.recorder,

@@ -21,7 +21,7 @@ from cronlock.background import Background
 from cronlock.config import Settings
 from cronlock.database import Database, unavailable
 from cronlock.duties import Duties
-from cronlock.enqueue import Producer
+from cronlock.enqueuer import Producer
 from cronlock.errors import Unavailable
 from cronlock.invalidation import Outbox
 from cronlock.leases import Leases

@@ -33,7 +33,7 @@ from cronlock.claims import BURST, Claim, Claims
 from cronlock.context import Run
 from cronlock.database import Database
 from cronlock.ends import Ends
-from cronlock.enqueue import Producer
+from cronlock.enqueuer import Producer
 from cronlock.errors import Unavailable
 from cronlock.execution import Returned, Stop, do, heeded
 from cronlock.invalidation import Outbox
