@@ -117,7 +117,7 @@ class Ends:
             parts.append(Part(text, partial(self._told, ends)))
         if back := batch.back:
             text = self._statements.execute("release", [one.run_id for one in back], [one.token for one in back])
-            parts.append(Part(text))
+            parts.append(Part(text, partial(self._returned, back)))
         if missing := batch.missing:
             ids, numbers = [one.run_id for one, _ in missing], [one.attempt for one, _ in missing]
             text = self._statements.execute("fates", ids, numbers, self._worker)
@@ -188,6 +188,13 @@ class Ends:
                 self.completed(one)
             else:
                 self._failed(one, end, statuses[one.run_id])
+
+    def _returned(self, back: list[Attempt], rows: list[Row]) -> None:
+        """What the statement of those that are given back said: the ids of those whose lease was held."""
+        kept = {row[0] for row in rows}
+        for one in back:
+            if one.run_id in kept:
+                self._report.given_back(one.task.name, one.run_id, one.attempt, one.elapsed_ms())
 
     def _found_out(self, missing: list[tuple[Attempt, End | None]], rows: list[Row]) -> None:
         """What became of those whose end matched no row: written by an earlier message, or lost."""

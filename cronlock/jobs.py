@@ -652,7 +652,9 @@ def literal(value: Any) -> bytes:
         case list():
             if value and isinstance(value[0], dict):
                 return quoted(encode(value))
-            return text_of("{" + ",".join(item(one) for one in value) + "}")
+            made = text_of("{" + ",".join(item(one) for one in value) + "}")
+            # What is no literal has a type of its own, which no parameter of another one takes.
+            return made if made[:1] == b"'" else made + b"::text[]"
     return quoted(str(value))
 
 

@@ -11,6 +11,7 @@ from psycopg.pq.abc import PGresult
 from cronlock import wire
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import Unavailable
+from cronlock.lending import is_gone
 from cronlock.wire import Row
 
 
@@ -51,9 +52,12 @@ class Link:
                 raise
 
     async def _open(self, seconds: float) -> "psycopg.AsyncConnection[Any]":
-        if self._connection is not None and not self._connection.closed:
-            return self._connection
-        self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None and not connection.closed and not is_gone(connection):
+            self._connection = connection
+            return connection
+        if connection is not None:
+            await connection.close()
         try:
             connection = await self._database.connect(seconds)
         except (psycopg.Error, TimeoutError) as error:

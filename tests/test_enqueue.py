@@ -261,6 +261,32 @@ async def test_what_has_a_key_is_written_together_too_and_each_key_makes_one_job
     assert value(db, "SELECT count(DISTINCT xmin::text) FROM cronlock.job") < 50
 
 
+@pytest.mark.parametrize("key", ["ключ", "é", "🔑" * 255, 'a"\\{},b', "it's"])
+async def test_any_printable_text_is_a_key_in_a_transaction_of_its_own(cron: Cronlock, db: Db, key: str) -> None:
+    async with cron:
+        made = await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key)
+        assert await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key) == Enqueued(made.job_id, True)
+        with pytest.raises(IdempotencyKeyReused):
+            await cron.enqueue(None, "note", {"n": 2}, idempotency_key=key)
+        later = await cron.enqueue(None, "note", {"n": 3}, idempotency_key=key[:-1] + "ö", delay=60)
+        many = await cron.enqueue_many(None, "note", [{"n": 1}, {"n": 4}], idempotency_keys=[key, "other"])
+    rows = "SELECT id, idempotency_key FROM cronlock.job ORDER BY id LIMIT 1"
+    assert db.execute(rows).fetchone() == (made.job_id, key)
+    assert [one.is_duplicate for one in (later, *many)] == [False, True, False]
+
+
+async def test_the_first_enqueue_after_all_connections_were_ended_is_written(cron: Cronlock, db: Db) -> None:
+    async with cron:
+        for key in (None, "k"):
+            await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key)
+        ours = "datname = current_database() AND pid <> pg_backend_pid()"
+        db.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}".encode())
+        await until(lambda: not value(db, f"SELECT count(*) FROM pg_stat_activity WHERE {ours}"), "they are gone")
+        for key in (None, "l"):
+            await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key)
+    assert value(db, "SELECT count(*) FROM cronlock.job") == 4
+
+
 async def test_a_key_that_an_open_transaction_has_holds_up_no_other_one(
     cron: Cronlock, database_url: str, db: Db
 ) -> None:
