@@ -10,9 +10,10 @@ import psycopg
 
 from benchmarks import machine, trips
 from benchmarks.arms import Arm, Wrong
+from benchmarks.comparison import Round
 from benchmarks.queue import command as queue
 from benchmarks.rig import Rig, holder
-from benchmarks.rows import ALWAYS, GROUPS, TRIPS, Round, Row, rows
+from benchmarks.rows import ALWAYS, GROUPS, TRIPS, Row, rows
 from benchmarks.server import environment
 from benchmarks.stages import FULL, SHORT, Scale, stages
 from benchmarks.table import Report, surroundings, write

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from benchmarks import names
 from cronlock import Cronlock, locks
-from cronlock.app import Process
 from cronlock.database import within
+from cronlock.process import Process
 
 LIMIT = 5.0
 WARM_UPS = 6

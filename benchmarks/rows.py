@@ -3,23 +3,15 @@
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.arms import Reading
+from benchmarks import comparison
+from benchmarks.comparison import Compared, Round
 from benchmarks.stages import DISK, EMPTY_TABLE, FEW, FULL_TABLE, MANY, Scale
-
-Round = dict[str, Reading]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(comparison.Row):
     """One comparison: the ratio of an arm to the sum of others, in the same round."""
 
-    group: str
-    what: str
-    arm: str
-    against: str
-    others: tuple[str, ...]
-    target: float | None = None
-    unit: str = "/s"
     needs: tuple[str, ...] = ("wrk",)
     """Programs, Python packages and files without which it cannot be measured."""
 
@@ -28,39 +20,12 @@ class Row:
         """Every arm that the row needs."""
         return (self.arm, *self.others)
 
-    @property
-    def is_less_better(self) -> bool:
-        """Whether the figure is a price."""
-        return self.unit != "/s"
-
-    def compare(self, rounds: list[Round]) -> "Compared":
+    def compare(self, rounds: list[Round]) -> Compared:
         """Medians over the rounds that have it, and the ratio taken in each of them."""
         taken = [found for found in rounds if self.arm in found]
         mine = [found[self.arm].value for found in taken]
         theirs = [sum(found[name].value for name in self.others) for found in taken]
         return Compared(self, median(mine), median(theirs), [a / b for a, b in zip(mine, theirs, strict=True)])
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A row with its figures."""
-
-    row: Row
-    mine: float
-    theirs: float
-    ratios: list[float]
-
-    @property
-    def ratio(self) -> float:
-        """The median of the rounds' ratios."""
-        return median(self.ratios)
-
-    @property
-    def is_reached(self) -> bool | None:
-        """Whether the target is reached; None where there is none."""
-        if self.row.target is None:
-            return None
-        return self.ratio <= self.row.target if self.row.is_less_better else self.ratio >= self.row.target
 
 
 NO_DATABASE = "the same app's route that authenticates and touches no database"

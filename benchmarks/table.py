@@ -6,9 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from benchmarks import machine, names
+from benchmarks import comparison, machine, names
+from benchmarks.comparison import Compared, Round
 from benchmarks.rig import Rig
-from benchmarks.rows import Compared, Round, Row
+from benchmarks.rows import Row
 from benchmarks.trips import Count
 
 BEGIN = "<!-- benchmarks: what follows is written by `./run bench --write` -->"
@@ -45,7 +46,7 @@ class Report:
 
     def _table(self) -> Iterator[str]:
         yield HEAD
-        yield from map(_row, self.compared)
+        yield from map(line, self.compared)
         for row, why in self.missing.items():
             yield f"| {row.what} | | {row.against} | not measured: {why} | | {_target(row)} | - |"
         if isinstance(self.counts, str):
@@ -94,7 +95,7 @@ def today() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d}"
 
 
-def _target(row: Row) -> str:
+def _target(row: comparison.Row) -> str:
     if row.target is None:
         return "-"
     return f"{'at most' if row.is_less_better else 'at least'} {row.target:g}"
@@ -107,12 +108,13 @@ def figure(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
 
 
-def _row(found: Compared) -> str:
+def line(found: Compared) -> str:
+    """A comparison as a row of the table below `HEAD`."""
     row = found.row
     ratio = f"{found.ratio:.2f} [{min(found.ratios):.2f}-{max(found.ratios):.2f}]"
     reached = {None: "-", True: "yes", False: "**no**"}[found.is_reached]
     mine, theirs = figure(found.mine, row.unit), figure(found.theirs, row.unit)
-    return f"| {row.what} | {mine} | {row.against} | {theirs} | {ratio} | {_target(row)} | {reached} |"
+    return f"| {row.what} | {mine} | {found.against} | {theirs} | {ratio} | {_target(row)} | {reached} |"
 
 
 def _count(found: Count) -> str:
@@ -150,15 +152,16 @@ def _readings(rounds: list[Round]) -> str:
             figure(median(reading.value for reading in found), found[0].unit),
             f"{median(load.p50_ms for load in loads):.2f}" if loads else "",
             f"{median(load.p99_ms for load in loads):.1f}" if loads else "",
-            _us([reading.server_us for reading in found]),
-            _us([reading.postgres_us for reading in found]),
+            us([reading.server_us for reading in found]),
+            us([reading.postgres_us for reading in found]),
             f"{median(load.bytes / load.requests for load in loads):.0f}" if loads else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _us(found: list[float | None]) -> str:
+def us(found: list[float | None]) -> str:
+    """The median of what was measured, in microseconds; empty where nothing was."""
     known = [us for us in found if us is not None]
     return f"{median(known):.0f}" if known else ""
 

@@ -8,16 +8,19 @@ The layers, each of which imports only from those below it:
     loading | logs | working
     app
     web
+    process
     recovery
     readiness
     runner
     stint
     duties | leases
     worker
+    claims | ends
     attempts | queueing | transaction
     attempt | closing | skips | stopping
     execution
     context | gate | guard
+    enqueuer
     delivery | enqueue | polling | versions
     background | inspecting | link | presence | recording | reporting | sending | steering | subscribing
     explain | metrics | stats
@@ -33,7 +36,7 @@ The layers, each of which imports only from those below it:
     cluster
     postmaster
     binaries
-    conninfo | documents | lines | scrub | wire
+    conninfo | documents | lines | scrub | units | wire
     jsontext
     errors
 """

@@ -2,35 +2,24 @@
 
 import asyncio
 import contextvars
-import logging
-import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
-from uuid import uuid4
 
-from cronlock import enqueue, invalidation, jobs, runs, subscribing, versions
+from cronlock import enqueue, jobs, subscribing, versions
 from cronlock.config import Settings
-from cronlock.database import Database
-from cronlock.delivery import Deliverer
 from cronlock.enqueue import Enqueued, Order
 from cronlock.errors import CronlockError, Unavailable
 from cronlock.gate import Call
-from cronlock.inspecting import Inspector
 from cronlock.keys import occurrence_fault
 from cronlock.metrics import Metrics
 from cronlock.outcome import Outcome
-from cronlock.polling import Polls
-from cronlock.queueing import Queueing
-from cronlock.readiness import Readiness
-from cronlock.recording import Recorder
-from cronlock.recovery import Timer
-from cronlock.runner import Runner, log
-from cronlock.stint import Done, Stints
+from cronlock.process import Process
+from cronlock.runner import log
+from cronlock.stint import Done
 from cronlock.targets import CHANNEL, Invalidation, Notify, Targets, VersionTable, Webhook
 from cronlock.tasks import Dedupe, Registry, Task, declare
 
@@ -39,7 +28,6 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.types import ASGIApp
 
-log_jobs = logging.getLogger("cronlock.job")
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=Callable[[Invalidation], Any])
 
@@ -334,7 +322,7 @@ class Cronlock:
         with self._alone:
             return asyncio.run(alone())
 
-    def _leave(self, process: "Process") -> bool:
+    def _leave(self, process: Process) -> bool:
         """Let no thread join this process from now on; False while one still has a call there."""
         with self._joining:
             if is_left := not process.joined:
@@ -383,7 +371,7 @@ class Cronlock:
         process.told(wanted.task, made, next(iter(wanted.keys), None))
         return made
 
-    async def _ready(self) -> "Process":
+    async def _ready(self) -> Process:
         """The process, open and with a database that has the schema; raises `Unavailable`."""
         process = self._process or await self._open_late()
         process.require_loop(asyncio.get_running_loop())
@@ -398,7 +386,7 @@ class Cronlock:
         process = await self._ready()
         return await process.stints.work(most, seconds, queues)
 
-    async def _open_late(self) -> "Process":
+    async def _open_late(self) -> Process:
         log.warning(
             "opened at the first call: no lifespan has run. An application that mounts cronlock must hand it on, as in"
             " Starlette(lifespan=cron.lifespan) or FastAPI's include_router(cron.router); without it nothing is"
@@ -407,7 +395,7 @@ class Cronlock:
         )
         return await self.open()
 
-    async def open(self) -> "Process":
+    async def open(self) -> Process:
         """Open the connections and start the timer of this process, once; `lifespan` does it for you."""
         self.targets.require_secrets(self.settings)
         if self._starting is None:
@@ -544,104 +532,3 @@ class Using:
             await self._cron.close()
         finally:
             self.__exit__(kind, error, trace)
-
-
-class Process:
-    """What a Cronlock has open in one process and one event loop."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def __init__(
-        self, settings: Settings, tasks: Registry, metrics: Metrics | None = None, targets: Targets | None = None
-    ) -> None:
-        self.settings = settings
-        targets = Targets() if targets is None else targets
-        self.metrics = metrics or Metrics(tasks, targets)
-        self.instance = runs.Instance(uuid4(), socket.gethostname(), os.getpid(), settings.release)
-        self.database = Database(settings, has_threads=any(not task.is_async and not task.is_guarded for task in tasks))
-        statements = runs.Statements(settings.schema_name, self.instance)
-        self.recorder = Recorder(self.database, statements)
-        outbox = invalidation.statements(settings.schema_name)
-        self.deliverer = Deliverer(self.database, outbox, targets, self.metrics)
-        self.outbox = invalidation.Outbox(outbox, targets, self.deliverer)
-        written = jobs.statements(settings.schema_name, is_prepared=self.database.keeps_records_apart)
-        self.enqueuer = enqueue.Enqueuer(self.database, written)
-        self.producer = enqueue.Producer(tasks, written, self.enqueuer)
-        self.polls = Polls(self.database, written)
-        self.runner = Runner(
-            self.database,
-            self.recorder,
-            statements,
-            self.instance,
-            settings.scrub,
-            self.metrics,
-            self.producer,
-            self.outbox,
-        )
-        self.queueing = Queueing(self.database, self.recorder, self.runner.attempts.skips, written)
-        self.stints = Stints(settings, self.database, self.producer, self.instance, self.outbox, self.metrics)
-        self.readiness = Readiness(self.database, self.runner, tasks)
-        self.inspector = Inspector(settings)
-        self._timer: asyncio.Task[None] | None = None
-        self._delivering: asyncio.Task[None] | None = None
-        self.joined = 0
-        """How many calls of other threads `run_sync` has in this process's loop."""
-
-    async def open(self) -> None:
-        """Start the pools and the timer; an unreachable database is no error here."""
-        self.metrics.pools = self._pools
-        self.loop = asyncio.get_running_loop()
-        await self.runner.spawn(self.database.open())
-        timer = Timer(self.database, self.runner, self.readiness)
-        self._timer = self.runner.spawn(timer.run())
-        self._delivering = self.runner.spawn(self.deliverer.run())
-
-    def require_loop(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Raise `CronlockError` if the loop that this is open in has ended, or is another one than `loop`."""
-        if self.loop is loop:
-            return
-        if self.loop.is_closed():
-            raise CronlockError(
-                "this Cronlock was opened in an event loop that has ended, and was not closed in it: run the"
-                " application's lifespan (in tests `with TestClient(app) as client`), or write `async with cron:`"
-            )
-        if loop is not None:
-            raise CronlockError(
-                "this Cronlock is open in another event loop; from a thread, call cron.run_sync(..), which runs there"
-            )
-
-    async def drain(self, timeout: float | None = None) -> None:
-        """Let what runs end within `timeout` seconds (CRONLOCK_DRAIN_TIMEOUT), then cancel and record it."""
-        seconds = self.settings.drain_timeout.total_seconds() if timeout is None else timeout
-        await self.stints.close()
-        await self.runner.spawn(self.runner.drain(seconds))
-        await self.recorder.drain(5.0)
-
-    async def close(self, timeout: float | None = None) -> None:
-        """Drain, then close everything."""
-        await self.drain(timeout)
-        for task in (self._timer, self._delivering):
-            while task is not None and not task.done():
-                task.cancel()  # Python 3.11 loses a cancellation that comes with what was waited for
-                await asyncio.wait((task,), timeout=1)
-        await self.deliverer.close()
-        await self.inspector.close()
-        await self.enqueuer.close()
-        await self.polls.close()
-        await self.runner.spawn(self.database.close())
-
-    def told(self, task: Task, made: Enqueued, key: str | None) -> None:
-        """Count and log what a call was given."""
-        self.metrics.enqueued(task.name, made.is_duplicate)
-        if log_jobs.isEnabledFor(logging.INFO):
-            facts = {
-                "event": "job.enqueued", "task": task.name, "jobId": made.job_id, "idempotencyKey": key,
-                "duplicate": made.is_duplicate,
-            }  # fmt: skip
-            log_jobs.info("%s %s", task.name, "enqueued before" if made.is_duplicate else "enqueued", extra=facts)
-
-    def _pools(self) -> dict[str, dict[str, int]]:
-        database = self.database
-        pools = {"runs": database.runs, "records": database.records, "admin": self.inspector.pool}
-        found = {name: pool.get_stats() for name, pool in pools.items()}
-        return {**found, "threads": database.threads.get_stats()} if database.has_threads else found

@@ -11,7 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from cronlock import enqueue
-from cronlock.enqueue import Enqueued, Producer
+from cronlock.enqueue import Enqueued
+from cronlock.enqueuer import Producer
 from cronlock.errors import LockLost, NotInTransaction, StatementRefused
 from cronlock.invalidation import Outbox, Said
 from cronlock.lending import is_gone

@@ -4,6 +4,7 @@ Coordination talks psycopg; `seats` has what a run is given of it.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -32,6 +33,9 @@ from cronlock.seats import AsyncSeat, Seat, ThreadSeat, creating, discard, given
 from cronlock.wire import Row
 
 T = TypeVar("T")
+log = logging.getLogger("cronlock.database")
+PASSING = ("08", "40", "53", "57", "58")
+"""SQLSTATE classes of what passes: connections, conflicts, resources, an operator's doing, the system."""
 RECONNECT_TIMEOUT = 4.0
 """Seconds after which a pool begins anew to connect: its pauses double, and a server may have come back in one."""
 
@@ -84,6 +88,10 @@ def unavailable(error: psycopg.Error) -> Unavailable:
         return Unavailable("schema_unknown", "cronlock's tables are not there; run: cronlock migrate")
     if state == "42501":
         return Unavailable("not_permitted", "the role lacks a privilege on cronlock's tables; see the docs on roles")
+    if state == "55P03":
+        return Unavailable("database_unavailable", "a table or a row of cronlock's was locked for too long; try again")
+    if state and state[:2] not in PASSING:
+        log.error("the database refused cronlock's own statement: %s", error, extra={"sqlstate": state})
     return Unavailable("database_unavailable", f"the database cannot be used now ({type(error).__name__})")
 
 

@@ -79,15 +79,15 @@ class Duties:
         """Whose lease ran out, whose presence was seen to be gone twice, and which tasks are paused?"""
         worker = self._worker
         missing = self._statements.execute("missing", worker.id, self._grace)
-        suspects = self._statements.execute("suspects", worker.queues, worker.names)
+        suspects = self._statements.execute("suspects", worker.queues, worker.claims.names)
         sent = time.monotonic()
         paused = self._statements.execute("paused")
         results = await self._link.send(b"; ".join((HEAD + missing, suspects, paused, b"COMMIT")), SEND_WITHIN)
         rows, seen = wire.rows(results[2]), time.monotonic()
         if wire.rows(results[3])[0][0]:
-            worker.has_suspects = True
+            worker.claims.has_suspects = True
             worker.wake()
-        worker.paused({row[0] for row in wire.rows(results[4])})
+        worker.claims.pause({row[0] for row in wire.rows(results[4])})
         self._missed = {one: self._missed.get(one, seen) for one, _, is_absent in rows if is_absent}
         gone = [one for one, since in self._missed.items() if sent - since >= self._grace.total_seconds()]
         late = [one for one, is_late, _ in rows if is_late]

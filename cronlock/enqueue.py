@@ -7,7 +7,6 @@ An idempotency key names an enqueue. Its first use wins, whoever else comes at t
 the first to commit, and is given its job, or wins itself if the first one rolls back.
 """
 
-import asyncio
 import hashlib
 import json
 import re
@@ -23,20 +22,15 @@ from sqlalchemy import Connection, CursorResult, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
-from cronlock import jobs, jsontext, wire
-from cronlock.config import parse_duration
-from cronlock.database import Database, unavailable
-from cronlock.errors import CronlockError, IdempotencyKeyInUse, IdempotencyKeyReused, PayloadError, Unavailable
+from cronlock import jobs, jsontext
+from cronlock.database import unavailable
+from cronlock.errors import IdempotencyKeyInUse, IdempotencyKeyReused, PayloadError, Unavailable
 from cronlock.keys import occurrence_fault
-from cronlock.link import Link
-from cronlock.recording import HEAD
-from cronlock.tasks import MOST_ATTEMPTS, MOST_PRIORITY, Registry, Task, queue_name, whole
+from cronlock.tasks import MOST_ATTEMPTS, MOST_PRIORITY, Task, queue_name, whole
+from cronlock.units import parse_duration
 
 TRIES = 3
 LONGEST_DELAY = timedelta(days=3660)
-KEYED_HEAD = HEAD + b"SELECT pg_catalog.set_config('lock_timeout', '2s', true); "
-"""How long a second use of a key waits for the first one's transaction, where the transaction is ours."""
-GROUP = 500
 ESCAPED = re.compile(r"\\u(?:0000|d[89a-f])", re.IGNORECASE)
 SHALLOW = 20
 
@@ -259,141 +253,8 @@ def on_sync(connection: Any, statements: jobs.Statements, wanted: Order) -> list
         return enqueued
 
 
-@dataclass(frozen=True, slots=True)
-class Producer:
-    """What a task needs to enqueue: the tasks there are, and the ways to write."""
-
-    tasks: Registry
-    statements: jobs.Statements
-    enqueuer: "Enqueuer"
-
-    def order(self, name: str, payload: Any, idempotency_key: str | None, options: Mapping[str, Any]) -> Order:
-        """One job of the task `name`, checked; raises what `order` raises, and `UnknownTask`."""
-        keys = None if idempotency_key is None else [idempotency_key]
-        return order(self.tasks.get(name), [payload], trigger="job", keys=keys, **options)
-
-
 def refused(error: psycopg.Error) -> Unavailable | PayloadError:
     """What a database's error means for an enqueue: the fault of what was given, or of the moment."""
     if isinstance(error, psycopg.DataError):
         return PayloadError(f"the database cannot hold this payload or key ({type(error).__name__})")
     return unavailable(error)
-
-
-class Enqueuer:
-    """Enqueues in transactions of its own: what waits at one moment shares one, but for what has a key."""
-
-    def __init__(self, database: Database, statements: jobs.Statements) -> None:
-        self._database = database
-        self._statements = statements
-        self._link = Link(database, statements.prepare())
-        self._places = asyncio.Semaphore(database.settings.pool_size)
-        self._free: list[Link] = []
-        """Connections for enqueues with a key that nobody uses now."""
-        self._waiting: list[tuple[dict[str, Any], asyncio.Future[int]]] = []
-        self._writing: asyncio.Task[None] | None = None
-
-    async def enqueue(self, wanted: Order) -> list[Enqueued]:
-        """Enqueue in a transaction of its own, durable when this returns.
-
-        Raises `Unavailable` if the database does not answer; whether a job was enqueued is then not known, which is
-        what an idempotency key is for.
-        """
-        if not wanted.keys and not wanted.is_later and len(wanted.payloads) == 1:
-            return [Enqueued(await self._together(wanted))]
-        return await self._alone(wanted)
-
-    def _together(self, wanted: Order) -> "asyncio.Future[int]":
-        options = {name: value for name, value in wanted.options.items() if name not in ("run_at", "delay")}
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.append(({**options, "payload": json.loads(wanted.payloads[0])}, future))
-        if self._writing is None:
-            self._writing = asyncio.get_running_loop().create_task(self._write())
-        return future
-
-    async def _write(self) -> None:
-        try:
-            await asyncio.sleep(0)
-            while self._waiting:
-                group, self._waiting = self._waiting[:GROUP], self._waiting[GROUP:]
-                await self._write_group(group)
-        finally:
-            self._writing = None
-
-    async def _write_group(self, group: "list[tuple[dict[str, Any], asyncio.Future[int]]]") -> None:
-        try:
-            message = HEAD + self._statements.execute("enqueue", [row for row, _ in group]) + b"; COMMIT"
-            results = await self._link.send(message, self._seconds)
-            ids = [row[0] for row in wire.rows(results[2])]
-        except (psycopg.Error, Unavailable) as error:
-            if isinstance(error, psycopg.DataError) and len(group) > 1:  # for the fault of one of them
-                for one in group:
-                    await self._write_group([one])
-                return
-            refusal = error if isinstance(error, Unavailable) else refused(error)
-            for _, future in group:
-                if not future.done():
-                    future.set_exception(refusal)
-            return
-        for (_, future), job_id in zip(group, ids, strict=True):
-            if not future.done():
-                future.set_result(job_id)
-
-    async def _alone(self, wanted: Order) -> list[Enqueued]:
-        """On a connection that nobody else has meanwhile: it may have to wait for the transaction that has its key."""
-        link = await self._free_link()
-        try:
-            return await self._talk(link, wanted)
-        finally:
-            self._free.append(link)
-            self._places.release()
-
-    async def _free_link(self) -> Link:
-        try:
-            async with asyncio.timeout(self._seconds):
-                await self._places.acquire()
-        except TimeoutError:
-            raise Unavailable("no_connection", f"no database connection within {self._seconds:g} s") from None
-        return self._free.pop() if self._free else Link(self._database, self._statements.prepare_named())
-
-    async def _talk(self, link: Link, wanted: Order) -> list[Enqueued]:
-        """Each statement in a transaction of its own; only where there are several keys, all in one."""
-        is_one = len(wanted.payloads) == 1 or not wanted.keys
-        talking = talk(wanted)
-        rows: list[Any] | None = None
-        begin, end = KEYED_HEAD, b"; COMMIT" if is_one else b""
-        try:
-            while True:
-                statement, values = talking.send(rows)  # type: ignore[arg-type]  # None begins a generator
-                results = await link.send(begin + self._message(statement, values) + end, self._seconds)
-                rows = wire.rows(results[-2 if is_one else -1])
-                begin = KEYED_HEAD if is_one else b""
-        except StopIteration as done:
-            if not is_one:
-                await link.send(b"COMMIT", self._seconds)
-            enqueued: list[Enqueued] = done.value
-            return enqueued
-        except psycopg.errors.LockNotAvailable:
-            raise IdempotencyKeyInUse(wanted.keys[0]) from None
-        except psycopg.Error as error:
-            raise refused(error) from error
-        except CronlockError:
-            if not is_one:
-                await link.send(b"ROLLBACK", self._seconds)
-            raise
-
-    def _message(self, statement: str, values: Mapping[str, Any]) -> bytes:
-        if statement is jobs.KEYED and self._database.keeps_records_apart:
-            return self._statements.execute_named("keyed", values)
-        return self._statements.fill(statement, values)
-
-    @property
-    def _seconds(self) -> float:
-        return self._database.settings.acquire_timeout.total_seconds()
-
-    async def close(self) -> None:
-        """Let what waits be written, and close the connection."""
-        if self._writing is not None:
-            await asyncio.wait((self._writing,), timeout=self._seconds)
-        for link in (self._link, *self._free):
-            await link.close()

@@ -402,6 +402,29 @@ WITH made AS (
 SELECT m.id FROM made m LEFT JOIN told ON true
 """
 
+# The same with a key each, none of them twice; NULL instead of an id for a key that is somebody's already.
+ENQUEUE_KEYED = f"""
+WITH new AS MATERIALIZED (
+    SELECT nextval({{job_id}}) AS id, o.*
+      FROM (SELECT * FROM ROWS FROM (json_to_recordset($1) AS (task text, queue text, priority smallint, payload jsonb,
+                trigger text, occurrence text, max_attempts smallint, key text, fingerprint text, ttl float8))
+                WITH ORDINALITY
+                AS r(task, queue, priority, payload, trigger, occurrence, max_attempts, key, fingerprint, ttl, place)
+             ORDER BY r.place) o),
+claimed AS (
+    INSERT INTO {{idempotency_key}} (task, key, fingerprint, job_id, expires_at)
+    SELECT n.task, n.key, n.fingerprint, n.id, clock_timestamp() + make_interval(secs => n.ttl) FROM new n
+     ORDER BY n.place
+        ON CONFLICT (task, key) DO NOTHING RETURNING job_id),
+made AS (
+    INSERT INTO {{job}} (id, task, queue, priority, payload, trigger, occurrence, idempotency_key, max_attempts)
+    SELECT n.id, n.task, n.queue, n.priority, n.payload, n.trigger, n.occurrence, n.key, n.max_attempts
+      FROM new n JOIN claimed c ON c.job_id = n.id ORDER BY n.id
+ RETURNING id),
+{TOLD}
+SELECT m.id FROM new n LEFT JOIN made m ON m.id = n.id LEFT JOIN told ON true ORDER BY n.place
+"""
+
 # A call of the cron URL of a task in queue mode: the task's row is locked by the first statement, so that such calls
 # are decided one after the other, and never beside a pause; the second one sees what the one before it did.
 CALL_LOCK = """
@@ -590,6 +613,7 @@ PREPARED = {
     "end_backend": (END_BACKEND, "integer, text"),
     "forget": (FORGET, "uuid[]"),
     "enqueue": (ENQUEUE_TOGETHER, "json"),
+    "enqueue_keyed": (ENQUEUE_KEYED, "json"),
 }
 """The statements of workers and of the group writer, with the types of their values."""
 
@@ -640,7 +664,9 @@ def literal(value: Any) -> bytes:
         case list():
             if value and isinstance(value[0], dict):
                 return quoted(encode(value))
-            return text_of("{" + ",".join(item(one) for one in value) + "}")
+            made = text_of("{" + ",".join(item(one) for one in value) + "}")
+            # What is no literal has a type of its own, which no parameter of another one takes.
+            return made if made[:1] == b"'" else made + b"::text[]"
     return quoted(str(value))
 
 

@@ -120,7 +120,7 @@ class Leases:
             "concurrency": self._worker.concurrency,
             "presence_key": presence.key if presence else 0,
             "has_presence": bool(presence and presence.is_held),
-            "is_idle": self._worker.is_said_idle,
+            "is_idle": self._worker.claims.is_said_idle,
             "is_draining": self._worker.is_draining,
         }
         held = self._worker.held

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg.pq.abc import PGresult
@@ -10,8 +11,19 @@ from psycopg.pq.abc import PGresult
 from cronlock import wire
 from cronlock.database import Database, ask, unavailable, within
 from cronlock.errors import Unavailable
+from cronlock.lending import is_gone
+from cronlock.wire import Row
 
-CLOSE_WITHIN = 2.0
+
+def ignored(_: list[Row]) -> None:
+    """Nothing is to be made of these rows."""
+
+
+class Part(NamedTuple):
+    """A statement of a message, and what takes its rows once the message is committed."""
+
+    text: bytes
+    take: Callable[[list[Row]], None] = ignored
 
 
 class Link:
@@ -40,9 +52,12 @@ class Link:
                 raise
 
     async def _open(self, seconds: float) -> "psycopg.AsyncConnection[Any]":
-        if self._connection is not None and not self._connection.closed:
-            return self._connection
-        self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None and not connection.closed and not is_gone(connection):
+            self._connection = connection
+            return connection
+        if connection is not None:
+            await connection.close()
         try:
             connection = await self._database.connect(seconds)
         except (psycopg.Error, TimeoutError) as error:

@@ -172,84 +172,8 @@ class RunRow(Base):
     cancel_requested_by: Mapped[str | None]
 
 
-class JobRow(Base):
-    """A live job: due, or under way in a worker (then it has a lease)."""
-
-    __tablename__ = "job"
-    __table_args__ = (
-        CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
-        CheckConstraint("(lease_token IS NULL) = (lease_until IS NULL)", name="lease"),
-        Index("job_due_idx", "queue", text("priority DESC"), "id"),
-        Index("job_cron_idx", "task", "cron_key", postgresql_where=text("cron_key IS NOT NULL")),
-        Index("job_suspect_idx", "queue", "id", postgresql_where=text("losses > 1")),
-    )
-
-    id: Mapped[int] = mapped_column(JOB_ID, primary_key=True, server_default=JOB_ID.next_value())
-    task: Mapped[str]
-    queue: Mapped[str]
-    priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
-    payload: Mapped[dict[str, Any]] = mapped_column(JSONB)
-    trigger: Mapped[str]
-    occurrence: Mapped[str | None]
-    idempotency_key: Mapped[str | None]
-    cron_key: Mapped[str | None]
-    max_attempts: Mapped[int] = mapped_column(SmallInteger)
-    attempts: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
-    losses: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
-    enqueued_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    run_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    cancel_requested_at: Mapped[datetime | None]
-    cancel_requested_by: Mapped[str | None]
-    started_at: Mapped[datetime | None]
-    worker: Mapped[UUID | None]
-    lease_token: Mapped[UUID | None]
-    lease_until: Mapped[datetime | None]
-    backend_pid: Mapped[int | None] = mapped_column(Integer)
-    progress_done: Mapped[int | None]
-    progress_total: Mapped[int | None]
-
-
-class WaitingJobRow(Base):
-    """A job that waits for its time: enqueued for later, or to be tried again."""
-
-    __tablename__ = "job_waiting"
-    __table_args__ = (
-        CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
-        Index("job_waiting_run_at_idx", "queue", "run_at"),
-        Index("job_waiting_cron_idx", "task", "cron_key", postgresql_where=text("cron_key IS NOT NULL")),
-    )
-
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    task: Mapped[str]
-    queue: Mapped[str]
-    priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
-    payload: Mapped[dict[str, Any]] = mapped_column(JSONB)
-    trigger: Mapped[str]
-    occurrence: Mapped[str | None]
-    idempotency_key: Mapped[str | None]
-    cron_key: Mapped[str | None]
-    max_attempts: Mapped[int] = mapped_column(SmallInteger)
-    attempts: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
-    losses: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
-    enqueued_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    run_at: Mapped[datetime]
-
-
-class EndedJobRow(Base):
-    """A job that has ended."""
-
-    __tablename__ = "job_history"
-    __table_args__ = (
-        CheckConstraint(one_of("status", JOB_ENDS), name="status"),
-        Index("job_history_failed_idx", "id", postgresql_where=text("status = 'failed'")),
-        Index(
-            "job_history_cron_idx",
-            "task",
-            "cron_key",
-            text("finished_at DESC"),
-            postgresql_where=text("cron_key IS NOT NULL AND status = 'completed'"),
-        ),
-    )
+class JobColumns:
+    """What is known of a job in whichever table it is."""
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     task: Mapped[str]
@@ -265,6 +189,69 @@ class EndedJobRow(Base):
     losses: Mapped[int] = mapped_column(SmallInteger)
     enqueued_at: Mapped[datetime]
     run_at: Mapped[datetime]
+
+
+class LiveColumns(JobColumns):
+    """The same of a job that has not ended: what an enqueue need not say has a default."""
+
+    priority: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    attempts: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    losses: Mapped[int] = mapped_column(SmallInteger, server_default=text("0"))
+    enqueued_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class JobRow(LiveColumns, Base):
+    """A live job: due, or under way in a worker (then it has a lease)."""
+
+    __tablename__ = "job"
+    __table_args__ = (
+        CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
+        CheckConstraint("(lease_token IS NULL) = (lease_until IS NULL)", name="lease"),
+        Index("job_due_idx", "queue", text("priority DESC"), "id"),
+        Index("job_cron_idx", "task", "cron_key", postgresql_where=text("cron_key IS NOT NULL")),
+        Index("job_suspect_idx", "queue", "id", postgresql_where=text("losses > 1")),
+    )
+
+    id: Mapped[int] = mapped_column(JOB_ID, primary_key=True, server_default=JOB_ID.next_value())
+    run_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    cancel_requested_at: Mapped[datetime | None]
+    cancel_requested_by: Mapped[str | None]
+    started_at: Mapped[datetime | None]
+    worker: Mapped[UUID | None]
+    lease_token: Mapped[UUID | None]
+    lease_until: Mapped[datetime | None]
+    backend_pid: Mapped[int | None] = mapped_column(Integer)
+    progress_done: Mapped[int | None]
+    progress_total: Mapped[int | None]
+
+
+class WaitingJobRow(LiveColumns, Base):
+    """A job that waits for its time: enqueued for later, or to be tried again."""
+
+    __tablename__ = "job_waiting"
+    __table_args__ = (
+        CheckConstraint(one_of("trigger", TRIGGERS), name="trigger"),
+        Index("job_waiting_run_at_idx", "queue", "run_at"),
+        Index("job_waiting_cron_idx", "task", "cron_key", postgresql_where=text("cron_key IS NOT NULL")),
+    )
+
+
+class EndedJobRow(JobColumns, Base):
+    """A job that has ended."""
+
+    __tablename__ = "job_history"
+    __table_args__ = (
+        CheckConstraint(one_of("status", JOB_ENDS), name="status"),
+        Index("job_history_failed_idx", "id", postgresql_where=text("status = 'failed'")),
+        Index(
+            "job_history_cron_idx",
+            "task",
+            "cron_key",
+            text("finished_at DESC"),
+            postgresql_where=text("cron_key IS NOT NULL AND status = 'completed'"),
+        ),
+    )
+
     started_at: Mapped[datetime | None]
     finished_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     worker: Mapped[UUID | None]

@@ -115,6 +115,11 @@ class JobReport:
             error=error,
         )  # fmt: skip
 
+    def given_back(self, task: str, job_id: int, attempt: int, duration_ms: int) -> None:
+        """The worker ends before the job did; the attempt does not count, though its code may have run."""
+        said = f"{task}: job {job_id} was stopped and given back, since its worker ends"
+        self._line(logging.WARNING, "given_back", said, task, job_id, attempt, duration_ms)
+
     def lease_lost(self, task: str, job_id: int, attempt: int, duration_ms: int) -> None:
         """Another worker has the job, and nothing of this attempt is written."""
         said = f"{task}: the lease of job {job_id} was lost, and what this attempt did was not committed"

@@ -17,7 +17,7 @@ from cronlock.background import Background
 from cronlock.closing import Closer
 from cronlock.context import Run
 from cronlock.database import Database
-from cronlock.enqueue import Producer
+from cronlock.enqueuer import Producer
 from cronlock.errors import Unavailable
 from cronlock.execution import Execution, Returned, Stop, do, heeded
 from cronlock.gate import Call, Gate

@@ -21,7 +21,7 @@ from cronlock.background import Background
 from cronlock.config import Settings
 from cronlock.database import Database, unavailable
 from cronlock.duties import Duties
-from cronlock.enqueue import Producer
+from cronlock.enqueuer import Producer
 from cronlock.errors import Unavailable
 from cronlock.invalidation import Outbox
 from cronlock.leases import Leases
@@ -225,7 +225,7 @@ class Stint:
             lost=ends["lost"],
             given_back=given_back,
             still_running=running,
-            is_empty=self.worker.is_said_idle and not running and not given_back,
+            is_empty=self.worker.claims.is_said_idle and not running and not given_back,
             duration_ms=round((time.monotonic() - self._begun) * 1000),
         )
         self.done.set_result(done)

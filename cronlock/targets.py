@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from cronlock.config import Settings, parse_duration, secret_fault
+from cronlock.config import Settings, secret_fault
 from cronlock.errors import ConfigError, PayloadError, RegistrationError
 from cronlock.tasks import NAME, is_coroutine_function, where
+from cronlock.units import parse_duration
 
 SIGNATURE = "Cronlock-Signature"
 """The header of a webhook: `t=<Unix seconds>,v1=<hexadecimal digest>`, a `v1` for each secret."""

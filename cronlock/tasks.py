@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from cronlock.config import LONGEST_TIMEOUT, Settings, parse_duration
+from cronlock.config import Settings
 from cronlock.errors import ConfigError, PayloadInvalid, RegistrationError, UnknownTask
 from cronlock.keys import Key
 from cronlock.schedule import Schedule
+from cronlock.units import LONGEST_TIMEOUT, parse_duration
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,39}", re.ASCII)
 INT64 = range(-(2**63), 2**63)

@@ -5,6 +5,7 @@ What it holds while the task runs is the task's own; the job's row is touched by
 renewal of every lease would wait for it.
 """
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg
@@ -17,8 +18,8 @@ from cronlock.database import within
 from cronlock.errors import LockLost
 from cronlock.execution import Returned
 from cronlock.jsontext import dump_result
-from cronlock.lending import cut, is_gone
-from cronlock.seats import Seat, discard
+from cronlock.lending import OVER, cut, is_gone
+from cronlock.seats import Reply, Seat
 
 if TYPE_CHECKING:
     from cronlock.attempt import Attempt
@@ -34,6 +35,8 @@ class Transaction:
         self._statements = statements
         self.opened_us: int | None = None
         """When it was begun, as the server tells it; None until then."""
+        self.is_seat_good = False
+        """Whether the seat can have another attempt, once this one is over; else it is to be thrown away."""
         attempt.lending.opening = self
         seat.connection.lending = attempt.lending
 
@@ -88,41 +91,37 @@ class Transaction:
             return Committed(Returned(error=cause(attempt.lending, failed)), False)
         if reply.tag != "COMMIT":
             return Committed(Returned(error=ended()), False)
-        if reply.rows and reply.rows[0][-1]:
-            await discard(seat)
-        else:
-            seat.renew()
-            await seat.give_back()
+        self._leave(reply)
         return Committed(returned, True)
 
     async def undo(self) -> None:
-        """Roll back what was begun and give the connection back."""
+        """Roll back what was begun."""
         attempt, seat = self._attempt, self._seat
         attempt.lending.is_over = True
         attempt.lending.opening = None
         if attempt.run is not None:
             await close(attempt.run)
         if is_gone(seat.connection) or seat.connection.closed:
-            await discard(seat)
             return
         if is_busy(seat):  # no message of ours would get through; the server rolls back when it sees the end
             cut(seat.connection)
         is_touched = attempt.run is not None and attempt.run.is_touched
         if self.opened_us is None and not is_touched:
-            await seat.give_back()
+            self._vacate()
             return
-        try:
-            reply = await within(
-                RECORD_WAIT, seat.connection, seat.send(locks.giving_up(is_touched), locks.LEFT_AT[False])
-            )
-        except psycopg.Error:
-            await discard(seat)
-        else:
-            if reply.rows and reply.rows[0][-1]:
-                await discard(seat)
-            else:
-                seat.renew()
-                await seat.give_back()
+        with suppress(psycopg.Error):
+            giving_up = seat.send(locks.giving_up(is_touched), locks.LEFT_AT[False])
+            self._leave(await within(RECORD_WAIT, seat.connection, giving_up))
+
+    def _leave(self, reply: Reply) -> None:
+        """The seat is as it was, unless its session has what cannot be taken back."""
+        if not (reply.rows and reply.rows[0][-1]):
+            self._seat.renew()
+            self._vacate()
+
+    def _vacate(self) -> None:
+        self._seat.connection.lending = OVER
+        self.is_seat_good = True
 
 
 class Committed(NamedTuple):

@@ -93,6 +93,11 @@ class Crew:
             await self._leases.leave()
             await self.worker.close()
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether it has begun to end."""
+        return bool(self._drains)
+
     def drain(self, seconds: float | None = None) -> None:
         """Begin to end; once more: at once."""
         limit = self._cron.settings.drain_timeout.total_seconds() if seconds is None else seconds
@@ -131,7 +136,8 @@ async def live(cron: "Cronlock", queues: Sequence[str], concurrency: int, starte
         if not has_started:
             life.cancel()
             return
-        log.info("%s: draining", name, extra={"event": "worker.draining", "signal": name})
+        said = "giving back what runs" if crew.is_draining else "draining"
+        log.info("%s: %s", name, said, extra={"event": "worker.draining", "signal": name})
         crew.drain()
 
     for number in (signal.SIGTERM, signal.SIGINT):

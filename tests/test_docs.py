@@ -32,10 +32,10 @@ from benchmarks.queue import command as queue
 from benchmarks.queue.systems import PEERS
 from benchmarks.table import BEGIN, END
 from cronlock import Cronlock, Outcome, Run, models, steering
-from cronlock.app import Process
 from cronlock.cli import app as commands
 from cronlock.config import READ_ELSEWHERE, Settings, env_names, key
 from cronlock.migrate import migrate
+from cronlock.process import Process
 from cronlock.recovery import prune
 from cronlock.working import Crew
 from tests import SECRET, Db, serving, until, value

@@ -268,6 +268,62 @@ async def test_what_waits_at_one_moment_is_written_together_and_each_caller_gets
     assert value(db, "SELECT count(DISTINCT xmin::text) FROM cronlock.job") < 100
 
 
+async def test_what_has_a_key_is_written_together_too_and_each_key_makes_one_job(cron: Cronlock, db: Db) -> None:
+    numbers = [n % 400 for n in range(1200)]
+    async with cron:
+        await cron.enqueue(None, "note", {"n": 7}, idempotency_key="key 7")
+        made = await asyncio.gather(
+            *(cron.enqueue(None, "note", {"n": n}, idempotency_key=f"key {n}") for n in numbers)
+        )
+    rows = "SELECT id, (payload->>'n')::int, idempotency_key FROM cronlock.job"
+    found = {job_id: (n, key) for job_id, n, key in db.execute(rows)}
+    assert [found[one.job_id] for one in made] == [(n, f"key {n}") for n in numbers]
+    assert sum(not one.is_duplicate for one in made) == 399
+    assert len(found) == value(db, "SELECT count(*) FROM cronlock.idempotency_key") == 400
+    assert value(db, "SELECT count(DISTINCT xmin::text) FROM cronlock.job") < 50
+
+
+@pytest.mark.parametrize("key", ["ключ", "é", "🔑" * 255, 'a"\\{},b', "it's"])
+async def test_any_printable_text_is_a_key_in_a_transaction_of_its_own(cron: Cronlock, db: Db, key: str) -> None:
+    async with cron:
+        made = await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key)
+        assert await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key) == Enqueued(made.job_id, True)
+        with pytest.raises(IdempotencyKeyReused):
+            await cron.enqueue(None, "note", {"n": 2}, idempotency_key=key)
+        later = await cron.enqueue(None, "note", {"n": 3}, idempotency_key=key[:-1] + "ö", delay=60)
+        many = await cron.enqueue_many(None, "note", [{"n": 1}, {"n": 4}], idempotency_keys=[key, "other"])
+    rows = "SELECT id, idempotency_key FROM cronlock.job ORDER BY id LIMIT 1"
+    assert db.execute(rows).fetchone() == (made.job_id, key)
+    assert [one.is_duplicate for one in (later, *many)] == [False, True, False]
+
+
+async def test_the_first_enqueue_after_all_connections_were_ended_is_written(cron: Cronlock, db: Db) -> None:
+    async with cron:
+        for key in (None, "k"):
+            await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key)
+        ours = "datname = current_database() AND pid <> pg_backend_pid()"
+        db.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}".encode())
+        await until(lambda: not value(db, f"SELECT count(*) FROM pg_stat_activity WHERE {ours}"), "they are gone")
+        for key in (None, "l"):
+            await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key)
+    assert value(db, "SELECT count(*) FROM cronlock.job") == 4
+
+
+async def test_a_key_that_an_open_transaction_has_holds_up_no_other_one(
+    cron: Cronlock, database_url: str, db: Db
+) -> None:
+    async with cron:
+        with psycopg.connect(database_url) as other:
+            held = cron.enqueue_sync(other, "note", {"n": 3}, idempotency_key="key 3")
+            calls = [asyncio.create_task(cron.enqueue(None, "note", {"n": n}, idempotency_key=f"key {n}"))
+                     for n in range(8)]  # fmt: skip
+            done, waiting = await asyncio.wait(calls, timeout=1.0)
+            assert waiting == {calls[3]}
+            assert not any(one.result().is_duplicate for one in done)
+        assert await calls[3] == Enqueued(held.job_id, is_duplicate=True)
+    assert value(db, "SELECT count(*) FROM cronlock.job") == 8
+
+
 async def test_the_tasks_options_hold_and_an_enqueues_own_come_first(cron: Cronlock, db: Db) -> None:
     at = datetime(2030, 1, 1, tzinfo=UTC)
     async with cron:
@@ -397,9 +453,13 @@ async def test_a_payload_that_this_database_cannot_hold_is_refused_alone(server_
 
             async with cron:
                 payloads = [{"n": n, "a": "€" if n == 3 else "ü"} for n in range(8)]
-                calls = (cron.enqueue(None, "note", payload) for payload in payloads)
-                made = await asyncio.gather(*calls, return_exceptions=True)
-            assert [type(one) for one in made] == [PayloadError if n == 3 else Enqueued for n in range(8)]
+                for keys in ([None] * 8, [f"key {n}" for n in range(8)]):
+                    calls = (
+                        cron.enqueue(None, "note", payload, idempotency_key=key)
+                        for payload, key in zip(payloads, keys, strict=True)
+                    )
+                    made = await asyncio.gather(*calls, return_exceptions=True)
+                    assert [type(one) for one in made] == [PayloadError if n == 3 else Enqueued for n in range(8)]
         finally:
             server.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 

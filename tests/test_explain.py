@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy.exc import IntegrityError
 
 from cronlock import Cancel, Outcome, Retry, Run, explain, models, outcome, stats
-from cronlock.app import Process
 from cronlock.execution import Stop
 from cronlock.outcome import Failure
+from cronlock.process import Process
 from tests import Db, Make, end_holders, held, run_once, until, value
 from tests.test_cli import write
 

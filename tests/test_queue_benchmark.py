@@ -7,8 +7,9 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from benchmarks.arms import Reading
+from benchmarks.comparison import Round
 from benchmarks.queue import command
-from benchmarks.queue.rows import Round, Row, rows
+from benchmarks.queue.rows import FASTEST, Row, rows
 from benchmarks.queue.stages import FULL, SHORT
 from benchmarks.queue.systems import GRAPHILE, PEERS, PGBOSS, PGQUEUER, PYTHON_PEERS, System
 from benchmarks.queue.workers import as_url
@@ -19,7 +20,7 @@ def rounds(*found: dict[str, float], unit: str = "/s") -> list[Round]:
 
 
 def test_the_best_peer_is_the_one_with_the_best_median_and_the_ratio_is_taken_in_each_round() -> None:
-    row = Row("process", "", "mine", ("process, slow", "process, fast"), target=2.0)
+    row = Row("process", "", "mine", FASTEST, ("process, slow", "process, fast"), 2.0)
     found = row.compare(
         rounds(
             {"mine": 30, "process, slow": 60, "process, fast": 20},
@@ -34,14 +35,14 @@ def test_the_best_peer_is_the_one_with_the_best_median_and_the_ratio_is_taken_in
 
 
 def test_where_less_is_better_the_fastest_peer_is_the_lowest() -> None:
-    row = Row("latency", "", "mine", ("latency, a p50", "latency, b p50"), target=1.0, unit="ms")
+    row = Row("latency", "", "mine", FASTEST, ("latency, a p50", "latency, b p50"), 1.0, "ms")
     found = row.compare(rounds({"mine": 3.0, "latency, a p50": 2.0, "latency, b p50": 6.0}, unit="ms"))
     assert found is not None
     assert (found.against, found.ratio, found.is_reached) == ("the fastest peer: a", 1.5, False)
 
 
 def test_a_row_without_its_peers_is_left_out() -> None:
-    row = Row("process", "", "mine", ("process, other",))
+    row = Row("process", "", "mine", FASTEST, ("process, other",))
     assert row.compare(rounds({"mine": 1.0})) is None
     assert row.compare(rounds({"process, other": 1.0})) is None
 

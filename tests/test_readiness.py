@@ -4,7 +4,7 @@ import psycopg
 import pytest
 
 from cronlock import Run, Unavailable, runs
-from cronlock.app import Process
+from cronlock.process import Process
 from cronlock.tasks import Task
 from tests import Db, Make, until
 

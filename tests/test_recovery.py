@@ -13,8 +13,8 @@ import psycopg
 import pytest
 
 from cronlock import Cronlock, Run, Unavailable, jobs, recovery, runs
-from cronlock.app import Process
 from cronlock.models import REVISION
+from cronlock.process import Process
 from tests import until, value
 from tests.commands import Running, cronlock, environment
 from tests.working import live, put, working

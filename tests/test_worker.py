@@ -632,8 +632,9 @@ async def test_a_job_that_is_given_back_though_it_was_to_be_cancelled_is_not_run
 
 
 async def test_a_drain_gives_back_what_runs_but_what_has_completed_stays_completed(
-    make_cron: Make, db: Db, effect: None
+    make_cron: Make, db: Db, effect: None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     cron = make_cron()
 
     @cron.task("long")
@@ -657,6 +658,7 @@ async def test_a_drain_gives_back_what_runs_but_what_has_completed_stays_complet
     assert status(db, jobs[0].job_id) == ("queued", 0, None)
     assert status(db, jobs[1].job_id) == ("completed", 1, None)
     assert effects(db, jobs[0].job_id) == []
+    assert [vars(said)["jobId"] for said in told(caplog, "job.given_back")] == [jobs[0].job_id]
     assert value(db, "SELECT count(*) FROM cronlock.worker") == 0
 
 

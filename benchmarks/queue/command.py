@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.arms import Reading, Wrong
+from benchmarks.comparison import Round
 from benchmarks.queue import churn, faults
-from benchmarks.queue.rows import Round, rows
+from benchmarks.queue.rows import rows
 from benchmarks.queue.stages import FULL, SHORT, Stage, stages
 from benchmarks.queue.systems import GRAPHILE, PEERS, PGQUEUER, System
 from benchmarks.queue.table import Report

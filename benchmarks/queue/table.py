@@ -1,22 +1,16 @@
 """The queue's table, in Markdown."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from benchmarks import machine
-from benchmarks.arms import Reading
+from benchmarks.comparison import Compared, Round
 from benchmarks.queue import install
 from benchmarks.queue.arms import CALLERS
-from benchmarks.queue.rows import Compared, Round
 from benchmarks.queue.systems import CONCURRENCY
 from benchmarks.rig import Rig
-from benchmarks.table import SHORT, figure, today
-
-HEAD = (
-    "| what | cronlock | against | its figure | ratio, median [min-max] | to reach | reached |\n"
-    "|---|---:|---|---:|---:|---:|---|"
-)
+from benchmarks.table import HEAD, SHORT, figure, line, today, us
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +22,7 @@ class Report:
     seconds: float
     is_short: bool
     rounds: list[Round]
-    compared: list[Compared]
+    compared: Sequence[Compared]
     missing: dict[str, str]
     """What was not measured, and why."""
 
@@ -41,14 +35,7 @@ class Report:
 
     def _table(self) -> Iterator[str]:
         yield HEAD
-        for found in self.compared:
-            row = found.row
-            ratio = f"{found.ratio:.2f} [{min(found.ratios):.2f}-{max(found.ratios):.2f}]"
-            bound = "at most" if row.is_less_better else "at least"
-            target = "-" if row.target is None else f"{bound} {row.target:g}"
-            reached = {None: "-", True: "yes", False: "**no**"}[found.is_reached]
-            mine, theirs = figure(found.mine, row.unit), figure(found.theirs, row.unit)
-            yield f"| {row.what} | {mine} | {found.against} | {theirs} | {ratio} | {target} | {reached} |"
+        yield from map(line, self.compared)
 
     def _conditions(self) -> str:
         warm = "" if self.is_short else "after one to warm up; "
@@ -89,10 +76,6 @@ def _readings(rounds: list[Round]) -> str:
         values = [reading.value for reading in found]
         unit = found[0].unit
         range_ = f"{figure(median(values), unit)} [{figure(min(values), unit)}-{figure(max(values), unit)}]"
-        lines.append(f"| {name} | {range_} | {_us(found, 'server_us')} | {_us(found, 'postgres_us')} |")
+        server, postgres = us([one.server_us for one in found]), us([one.postgres_us for one in found])
+        lines.append(f"| {name} | {range_} | {server} | {postgres} |")
     return "\n".join(lines)
-
-
-def _us(found: list[Reading], what: str) -> str:
-    known = [us for reading in found if (us := getattr(reading, what)) is not None]
-    return f"{median(known):.0f}" if known else ""

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cronlock.cli.options import App, require_app
+from cronlock.cli import calls
+from cronlock.cli.options import App
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 def enqueue(
     app: App = None,
-    task: Annotated[str | None, typer.Argument(metavar="TASK", help="The task's name.", show_default=False)] = None,
-    payload: Annotated[
-        str | None,
-        typer.Option(metavar="JSON", help="The payload, a JSON object; - reads it from stdin.", show_default=False),
-    ] = None,
+    task: calls.Task = None,
+    payload: calls.Payload = None,
     delay: Annotated[
         str | None, typer.Option(metavar="DURATION", help="Not before so long: 90s, 15m, 7d.", show_default=False)
     ] = None,
@@ -58,17 +55,7 @@ def enqueue(
     Examples: `cronlock enqueue main:cron generate-report --payload '{"reportId": 7}'` ·
     `cronlock enqueue main:cron clean-up --delay 15m`
     """
-    if task is None:  # one argument: the task of the app that CRONLOCK_APP names
-        app, task = None, app
-    if task is None:
-        raise typer.BadParameter("name the app and the task, such as: cronlock enqueue main:cron generate-report")
-    reference = require_app(app)
-    from cronlock import jsontext
-    from cronlock.loading import load
-
-    text = sys.stdin.buffer.read() if payload == "-" else (payload or "").encode()
-    cron = load(reference)
-    cron.tasks.get(task)
+    cron, name, given = calls.read(app, task, payload, "cronlock enqueue main:cron generate-report")
     options = {
         "delay": delay,
         "run_at": run_at,
@@ -77,7 +64,7 @@ def enqueue(
         "max_attempts": max_attempts,
         "idempotency_key": idempotency_key,
     }
-    made = asyncio.run(write(cron, task, jsontext.parse_object(text), options))
+    made = asyncio.run(write(cron, name, given, options))
     print(json.dumps({"status": "queued", "jobId": made.job_id, "duplicate": made.is_duplicate}))
 
 

@@ -1,42 +1,34 @@
 """`cronlock jobs list | show | retry | cancel | workers`."""
 
-import time
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cronlock.cli import connecting, exits, output
+from cronlock.cli import cancelling, connecting, exits, options, output
+from cronlock.cli.cancelling import CANCEL_WAIT
 from cronlock.cli.options import Json
 
 if TYPE_CHECKING:
     from cronlock.config import Settings
+    from cronlock.stats import Connection
 
-CANCEL_WAIT = 5.0
-POLL = 0.1
 COLUMNS = ("job", "task", "status", "queue", "attempts", "enqueued", "due", "what")
 STATUSES = ("queued", "processing", "completed", "failed", "cancelled")
 
-Id = Annotated[int, typer.Argument(metavar="ID", help="The job's number.", min=1, show_default=False)]
+Id = Annotated[int, options.number("job")]
 
 app = typer.Typer(no_args_is_help=True, help="List the jobs, look at one, retry or cancel; who works on them.")
 
 
 @app.command("list")
 def list_jobs(
-    task: Annotated[
-        str | None, typer.Option("--task", "-t", metavar="TASK", help="Only of this task.", show_default=False)
-    ] = None,
+    task: options.OfTask = None,
     queue: Annotated[
         str | None, typer.Option("--queue", "-q", metavar="QUEUE", help="Only in this queue.", show_default=False)
     ] = None,
-    status: Annotated[
-        str | None,
-        typer.Option("--status", "-s", metavar="STATUS", help=f"Only {', '.join(STATUSES)}.", show_default=False),
-    ] = None,
-    before: Annotated[
-        int | None, typer.Option(metavar="ID", help="Only those older than this job.", show_default=False)
-    ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, max=10_000, help="How many at most.")] = 50,
+    status: Annotated[str | None, options.status(STATUSES)] = None,
+    before: Annotated[int | None, options.before("job")] = None,
+    limit: options.Limit = 50,
     is_json: Json = False,
 ) -> None:
     """List the jobs, newest first; those that wait for their time are `queued`, failed ones are the dead letters.
@@ -45,8 +37,7 @@ def list_jobs(
 
     Examples: `cronlock jobs list --status failed` · `cronlock jobs list -t generate-report -n 10 --json`
     """
-    if status is not None and status not in STATUSES:
-        raise typer.BadParameter(f"{status!r} is none of {', '.join(STATUSES)}", param_hint="--status")
+    options.require_status(status, STATUSES)
     settings = connecting.settings()
     from cronlock import stats
 
@@ -73,8 +64,7 @@ def list_jobs(
             for row in rows
         ],
     )
-    if len(rows) == limit:
-        output.note(f"older ones: add --before {rows[-1]['job_id']}")
+    output.older(rows, limit, "job_id")
 
 
 def what(row: dict[str, Any]) -> str | None:
@@ -115,9 +105,7 @@ def show(job_id: Id, is_json: Json = False) -> None:
 
 @app.command("retry")
 def retry(
-    job_id: Annotated[
-        int | None, typer.Argument(metavar="ID", help="The job's number.", min=1, show_default=False)
-    ] = None,
+    job_id: Annotated[int | None, options.number("job")] = None,
     task: Annotated[
         str | None,
         typer.Option("--task", "-t", metavar="TASK", help="All failed jobs of this task.", show_default=False),
@@ -185,23 +173,17 @@ def cancel(job_id: Id, is_json: Json = False) -> None:
     Example: `cronlock jobs cancel 41`
     """
     settings = connecting.settings()
-    from cronlock import stats, steering
+    from cronlock import steering
     from cronlock.explain import explain_job
 
     with connecting.connect(settings) as connection:
         outcome, row = steering.cancel_job(connection, settings.schema_name, job_id, by=connecting.operator())
-        until = time.monotonic() + CANCEL_WAIT
-        while outcome == "asked" and row and row["finished_at"] is None and time.monotonic() < until:
-            time.sleep(POLL)
-            row = stats.job(connection, settings.schema_name, job_id)
+        if outcome == "asked":
+            row = cancelling.wait(lambda: job(connection, settings.schema_name, job_id), CANCEL_WAIT)
     if row is None:
         missing(job_id)
-    found = explain_job(row)
-    if is_json:
-        output.document({"job_id": job_id, "status": row["status"], "code": found.code, "explanation": found.sentence})
-    else:
-        late = " had already ended" if outcome == "ended" else ""
-        print(f"job {job_id}{late}: {output.cell(found.sentence, is_short=False)}")
+    is_late = outcome == "ended"
+    cancelling.tell("job", job_id, row["status"], explain_job(row), is_late=is_late, is_json=is_json)
     if row["status"] != "cancelled":
         raise typer.Exit(exits.FAILED)
 
@@ -249,11 +231,16 @@ def state(row: dict[str, Any]) -> str:
 
 
 def require(settings: "Settings", job_id: int) -> dict[str, Any]:
+    """The job, over a connection of its own; ends with 3 if there is none."""
+    with connecting.connect(settings) as connection:
+        return job(connection, settings.schema_name, job_id)
+
+
+def job(connection: "Connection", schema: str, job_id: int) -> dict[str, Any]:
     """The job; ends with 3 if there is none."""
     from cronlock import stats
 
-    with connecting.connect(settings) as connection:
-        return stats.job(connection, settings.schema_name, job_id) or missing(job_id)
+    return stats.job(connection, schema, job_id) or missing(job_id)
 
 
 def missing(job_id: int) -> NoReturn:

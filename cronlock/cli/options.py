@@ -1,8 +1,9 @@
 """The arguments and options that several commands share."""
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +16,32 @@ App = Annotated[
         show_default=False,
     ),
 ]
+
+OfTask = Annotated[
+    str | None, typer.Option("--task", "-t", metavar="TASK", help="Only of this task.", show_default=False)
+]
+Limit = Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, max=10_000, help="How many at most.")]
+
+
+def number(what: str) -> Any:
+    """The argument that names a `run` or a `job`."""
+    return typer.Argument(metavar="ID", help=f"The {what}'s number.", min=1, show_default=False)
+
+
+def before(what: str) -> Any:
+    """The option that continues a list of runs or of jobs."""
+    return typer.Option(metavar="ID", help=f"Only those older than this {what}.", show_default=False)
+
+
+def status(statuses: Sequence[str]) -> Any:
+    """The option that chooses one of these, which `require_status` checks."""
+    return typer.Option("--status", "-s", metavar="STATUS", help=f"Only {', '.join(statuses)}.", show_default=False)
+
+
+def require_status(given: str | None, statuses: Sequence[str]) -> None:
+    """Raise `BadParameter` for a status that is none of these."""
+    if given is not None and given not in statuses:
+        raise typer.BadParameter(f"{given!r} is none of {', '.join(statuses)}", param_hint="--status")
 
 
 def app_of(given: str | None) -> str | None:
@@ -33,8 +60,8 @@ def require_app(given: str | None) -> str:
 
 def duration(text: str, option: str) -> timedelta:
     """An option's duration; raises `ConfigError` with an example."""
-    from cronlock.config import LONGEST_RETENTION, parse_duration
     from cronlock.errors import ConfigError
+    from cronlock.units import LONGEST_RETENTION, parse_duration
 
     try:
         return parse_duration(text, longest=LONGEST_RETENTION)

@@ -5,7 +5,7 @@ On a terminal a table has colours (unless NO_COLOR is set) and relative times; e
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -78,6 +78,12 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     widths = [max(len(line[place]) for line in lines) for place in range(len(titles))]
     for line in lines:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def older(rows: Sequence[Mapping[str, Any]], limit: int, number: str) -> None:
+    """Say how a list goes on that may have been cut at `limit`; `number` is the column by which it is."""
+    if len(rows) == limit:
+        note(f"older ones: add --before {rows[-1][number]}")
 
 
 def coloured(titles: list[str], rows: Iterable[Iterable[Any]]) -> None:

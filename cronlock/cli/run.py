@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cronlock.cli import connecting, exits
-from cronlock.cli.options import App, require_app
+from cronlock.cli import calls, connecting, exits
+from cronlock.cli.options import App
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -20,11 +20,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def run(
     app: App = None,
-    task: Annotated[str | None, typer.Argument(metavar="TASK", help="The task's name.", show_default=False)] = None,
-    payload: Annotated[
-        str | None,
-        typer.Option(metavar="JSON", help="The payload, a JSON object; - reads it from stdin.", show_default=False),
-    ] = None,
+    task: calls.Task = None,
+    payload: calls.Payload = None,
     idempotency_key: Annotated[
         str | None,
         typer.Option(
@@ -48,24 +45,15 @@ def run(
     Examples: `cronlock run main:cron sync-inventory` ·
     `echo '{"pace": 0}' | cronlock run main:cron sync-inventory --payload -`
     """
-    if task is None:  # one argument: the task of the app that CRONLOCK_APP names
-        app, task = None, app
-    if task is None:
-        raise typer.BadParameter("name the app and the task, such as: cronlock run main:cron sync-inventory")
-    reference = require_app(app)
-    from cronlock import jsontext, logs
+    cron, name, given = calls.read(app, task, payload, "cronlock run main:cron sync-inventory")
+    from cronlock import logs
     from cronlock.keys import occurrence_fault
-    from cronlock.loading import load
 
-    text = sys.stdin.buffer.read() if payload == "-" else (payload or "").encode()
-    cron = load(reference)
-    cron.tasks.get(task)
-    given = jsontext.parse_object(text)
     if idempotency_key is not None and (fault := occurrence_fault(idempotency_key)):
         raise typer.BadParameter(f"the key {fault}", param_hint="--idempotency-key")
     logs.configure("text" if sys.stderr.isatty() else cron.settings.log_format, cron.settings.scrub)
     with asyncio.Runner() as runner:
-        code = runner.run(call(cron, task, given, idempotency_key, fails_on_skip, is_json))
+        code = runner.run(call(cron, name, given, idempotency_key, fails_on_skip, is_json))
     raise typer.Exit(code)
 
 

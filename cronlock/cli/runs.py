@@ -1,52 +1,42 @@
 """`cronlock runs list | show | why | cancel`."""
 
-import time
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cronlock.cli import connecting, exits, output
+from cronlock.cli import cancelling, connecting, exits, options, output
+from cronlock.cli.cancelling import CANCEL_WAIT
 from cronlock.cli.options import Json, duration
 
 if TYPE_CHECKING:
     from cronlock.stats import Connection
 
-CANCEL_WAIT = 5.0
 FORCE_WAIT = 5.0
-POLL = 0.1
 COLUMNS = ("run", "task", "status", "started", "took", "caller", "host", "what")
 STATUSES = ("running", "completed", "failed", "timed_out", "cancelled", "lost", "skipped")
 
-Id = Annotated[int, typer.Argument(metavar="ID", help="The run's number.", min=1, show_default=False)]
+Id = Annotated[int, options.number("run")]
 
 app = typer.Typer(no_args_is_help=True, help="List the runs, look at one, ask why, cancel one.")
 
 
 @app.command("list")
 def list_runs(
-    task: Annotated[
-        str | None, typer.Option("--task", "-t", metavar="TASK", help="Only of this task.", show_default=False)
-    ] = None,
-    status: Annotated[
-        str | None,
-        typer.Option("--status", "-s", metavar="STATUS", help=f"Only {', '.join(STATUSES)}.", show_default=False),
-    ] = None,
+    task: options.OfTask = None,
+    status: Annotated[str | None, options.status(STATUSES)] = None,
     since: Annotated[
         str | None,
         typer.Option(metavar="DURATION", help="Only those that started in the last 30m, 24h, 7d.", show_default=False),
     ] = None,
-    before: Annotated[
-        int | None, typer.Option(metavar="ID", help="Only those older than this run.", show_default=False)
-    ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", metavar="N", min=1, max=10_000, help="How many at most.")] = 50,
+    before: Annotated[int | None, options.before("run")] = None,
+    limit: options.Limit = 50,
     is_json: Json = False,
 ) -> None:
     """List the runs, newest first; skipped calls are runs too.
 
     Examples: `cronlock runs list --task sync-inventory --since 24h` · `cronlock runs list -s failed -n 10 --json`
     """
-    if status is not None and status not in STATUSES:
-        raise typer.BadParameter(f"{status!r} is none of {', '.join(STATUSES)}", param_hint="--status")
+    options.require_status(status, STATUSES)
     span_since = duration(since, "--since") if since is not None else None
     settings = connecting.settings()
     from cronlock import stats
@@ -76,8 +66,7 @@ def list_runs(
             for row in rows
         ],
     )
-    if len(rows) == limit:
-        output.note(f"older ones: add --before {rows[-1]['run_id']}")
+    output.older(rows, limit, "run_id")
 
 
 def what(row: dict[str, Any]) -> str | None:
@@ -94,12 +83,11 @@ def show(run_id: Id, is_json: Json = False) -> None:
     Example: `cronlock runs show 41`
     """
     settings = connecting.settings()
-    from cronlock import stats
     from cronlock.documents import result_of
     from cronlock.explain import document, span
 
     with connecting.connect(settings) as connection:
-        row = document(stats.run(connection, settings.schema_name, run_id) or missing(run_id))
+        row = document(run(connection, settings.schema_name, run_id))
     if is_json:
         output.document({**row, "result": result_of(row["result"])})
         return
@@ -119,11 +107,10 @@ def why(run_id: Id, is_json: Json = False) -> None:
     Example: `cronlock runs why 42`
     """
     settings = connecting.settings()
-    from cronlock import stats
     from cronlock.explain import explain
 
     with connecting.connect(settings) as connection:
-        row = stats.run(connection, settings.schema_name, run_id) or missing(run_id)
+        row = run(connection, settings.schema_name, run_id)
     found = explain(row)
     if is_json:
         output.document({"run_id": run_id, "task": row["task"], "code": found.code, "explanation": found.sentence})
@@ -151,27 +138,26 @@ def cancel(
     Example: `cronlock runs cancel 41`
     """
     settings = connecting.settings()
-    from cronlock import stats, steering
+    from cronlock import steering
     from cronlock.explain import explain
 
     schema = settings.schema_name
     with connecting.connect(settings) as connection:
+
+        def look() -> dict[str, Any]:
+            return run(connection, schema, run_id)
+
         was_running = steering.cancel(connection, schema, run_id, by=connecting.operator())
-        row = stats.run(connection, schema, run_id) or missing(run_id)
+        row = look()
         if was_running:
-            row = wait(connection, schema, run_id, CANCEL_WAIT)
+            row = cancelling.wait(look, CANCEL_WAIT)
             if row["status"] == "running" and is_forced and steering.terminate(connection, schema, run_id):
                 output.note("its code has not stopped; its database connection was ended")
-                row = wait(connection, schema, run_id, FORCE_WAIT)
+                row = cancelling.wait(look, FORCE_WAIT)
             if row["status"] == "running":
                 steering.recover(connection, schema)  # nobody is there any more to say how it ended
-                row = wait(connection, schema, run_id, 0)
-    found = explain(row)
-    if is_json:
-        output.document({"run_id": run_id, "status": row["status"], "code": found.code, "explanation": found.sentence})
-    else:
-        told = output.cell(found.sentence, is_short=False)
-        print(f"run {run_id}{'' if was_running else ' had already ended'}: {told}")
+                row = look()
+    cancelling.tell("run", run_id, row["status"], explain(row), is_late=not was_running, is_json=is_json)
     if row["status"] == "running":
         advice = "end its process" if is_forced else "end its connection with --force"
         exits.stop(exits.FAILED, f"run {run_id} still holds its lock; {advice}, or wait")
@@ -179,16 +165,11 @@ def cancel(
         raise typer.Exit(exits.FAILED)
 
 
-def wait(connection: "Connection", schema: str, run_id: int, seconds: float) -> dict[str, Any]:
-    """The run as it is when it has ended, or after `seconds`."""
+def run(connection: "Connection", schema: str, run_id: int) -> dict[str, Any]:
+    """The run; ends with 3 if there is none."""
     from cronlock import stats
 
-    until = time.monotonic() + seconds
-    while True:
-        row = stats.run(connection, schema, run_id) or missing(run_id)
-        if row["status"] != "running" or time.monotonic() >= until:
-            return row
-        time.sleep(POLL)
+    return stats.run(connection, schema, run_id) or missing(run_id)
 
 
 def missing(run_id: int) -> NoReturn:

@@ -20,10 +20,10 @@ from cronlock.metrics import Metrics
 from cronlock.models import JOB_STATUSES, RUN_STATUSES
 from cronlock.recovery import tell_lost
 from cronlock.tasks import NAME
-from cronlock.web import answers
+from cronlock.web import refusals
 from cronlock.web.answers import Answer, plain
-from cronlock.web.auth import MISMATCH, Bearer, authorization, report
-from cronlock.web.body import TooLarge, has_body, is_json, read_object
+from cronlock.web.auth import MISMATCH, Bearer, authorization
+from cronlock.web.body import TooLarge, read_object, require_json
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
@@ -380,13 +380,8 @@ class AdminEndpoint:
             answer = await self.answer(scope, receive)
         except Wrong as wrong:
             answer = wrong.answer
-        except PayloadError as error:
-            answer = plain(400, "bad_request", reason=str(error))
-        except TooLarge:
-            answer = plain(413, "too_large", reason=f"the body is longer than {self._max_body} bytes")
-        except Unavailable as error:
-            self._cron.metrics.unavailable(error.reason)
-            answer = answers.unavailable(error)
+        except (PayloadError, TooLarge, Unavailable) as error:
+            answer = refusals.of(error, self._cron.metrics)
         except CronlockError as error:
             answer = plain(503, "unavailable", [(b"retry-after", b"30")], reason="misconfigured", message=str(error))
         await answer.send(send, is_head=scope["method"] == "HEAD")
@@ -395,9 +390,7 @@ class AdminEndpoint:
         """The answer to one request; raises `Wrong`, `PayloadError`, `TooLarge` or `Unavailable`."""
         sent = authorization(scope)
         if (refusal := self._readers.refusal(sent)) is not None:
-            report(refusal, scope)
-            self._cron.metrics.unauthorized("admin", refusal)
-            return answers.unauthorized(refusal)
+            return refusals.unauthorized(refusal, scope, self._cron.metrics, "admin")
         way = self._way
         if scope["method"] != way.method:
             return plain(405, "method_not_allowed", [(b"allow", way.method.encode())])
@@ -416,8 +409,7 @@ class AdminEndpoint:
             accept=fields.get(b"accept", b"").decode("latin-1"),
         )
         if way.method == "POST":
-            if has_body(fields) and not is_json(fields.get(b"content-type", b"")):
-                raise Wrong(400, "the body is not JSON by its Content-Type; send Content-Type: application/json")
+            require_json(fields)
             body = known(await read_object(fields, receive, self._max_body), way.body, "body")
             asked = replace(asked, body=body)
         return await way.does(asked)

@@ -7,7 +7,10 @@ from cronlock.errors import PayloadError
 
 
 class TooLarge(Exception):
-    """The body is longer than `max_body`."""
+    """The body is longer than `max_body`; `str()` says so."""
+
+    def __init__(self, max_body: int) -> None:
+        super().__init__(f"the body is longer than {max_body} bytes")
 
 
 async def read_object(fields: dict[bytes, bytes], receive: Receive, max_body: int) -> dict[str, object]:
@@ -17,7 +20,7 @@ async def read_object(fields: dict[bytes, bytes], receive: Receive, max_body: in
     """
     length = fields.get(b"content-length", b"0")
     if length.isdigit() and int(length) > max_body:
-        raise TooLarge
+        raise TooLarge(max_body)
     if not is_json(fields.get(b"content-type", b"")):
         return {}
     chunks, size = [], 0
@@ -28,10 +31,16 @@ async def read_object(fields: dict[bytes, bytes], receive: Receive, max_body: in
         chunk = message.get("body", b"")
         size += len(chunk)
         if size > max_body:
-            raise TooLarge
+            raise TooLarge(max_body)
         chunks.append(chunk)
         if not message.get("more_body", False):
             return jsontext.parse_object(b"".join(chunks))
+
+
+def require_json(fields: dict[bytes, bytes]) -> None:
+    """Raise `PayloadError` for a body that is not JSON by its content type."""
+    if has_body(fields) and not is_json(fields.get(b"content-type", b"")):
+        raise PayloadError("the body is not JSON by its Content-Type; send Content-Type: application/json")
 
 
 def has_body(fields: dict[bytes, bytes]) -> bool:

@@ -4,7 +4,6 @@ The order is part of the contract: nothing about a task, a method or a body is l
 is taken, before the secret is right.
 """
 
-import logging
 import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -13,20 +12,18 @@ from starlette.types import Receive, Scope, Send
 
 from cronlock import jsontext
 from cronlock.enqueue import Enqueued
-from cronlock.errors import CronlockError, PayloadError, PayloadInvalid, Unavailable
+from cronlock.errors import CronlockError, PayloadError
 from cronlock.keys import occurrence_fault
 from cronlock.outcome import Outcome
 from cronlock.tasks import SkipStatus
-from cronlock.web import answers
+from cronlock.web import answers, refusals
 from cronlock.web.answers import Answer, plain
-from cronlock.web.auth import Bearer, authorization, report
+from cronlock.web.auth import Bearer, authorization
 from cronlock.web.body import TooLarge, read_object
 from cronlock.web.work import WORK, work
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
-
-log = logging.getLogger("cronlock.web")
 
 METHODS = ("GET", "POST")
 OWN_PARAMETERS = ("on_skip", "max", "seconds")
@@ -48,28 +45,18 @@ class CronEndpoint:
         self._max_body = cron.settings.max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_head = scope["method"] == "HEAD"
         try:
             answer = await self.answer(scope, receive)
-        except Unavailable as error:
-            self._cron.metrics.unavailable(error.reason)
-            answer = answers.unavailable(error)
-        except PayloadInvalid as error:
-            answer = answers.invalid(error)
-        except CronlockError as error:
-            log.error("%s", error)
-            self._cron.metrics.unavailable("misconfigured")
-            answer = plain(503, "unavailable", [(b"retry-after", b"30")], reason="misconfigured")
-        await answer.send(send, is_head=is_head)
+        except (CronlockError, TooLarge) as error:
+            answer = refusals.of(error, self._cron.metrics)
+        await answer.send(send, is_head=scope["method"] == "HEAD")
 
     async def answer(self, scope: Scope, receive: Receive) -> Answer:
-        """The answer to one request; raises `Unavailable`."""
+        """The answer to one request; raises what `__call__` answers."""
         headers = scope["headers"]
         refusal = self._bearer.refusal(authorization(scope))
         if refusal is not None:
-            report(refusal, scope)
-            self._cron.metrics.unauthorized("cron", refusal)
-            return answers.unauthorized(refusal)
+            return refusals.unauthorized(refusal, scope, self._cron.metrics, "cron")
         name = scope["path_params"]["task"].removesuffix("/")
         task = self._cron.tasks.find(name)
         if task is None and name != WORK:
@@ -80,30 +67,25 @@ class CronEndpoint:
             return await work(self._cron, scope)
         fields = dict(headers)
         skip_status = task.skip_status
-        try:
-            given: dict[str, object] = {}
-            if scope["query_string"] or b"content-length" in fields or b"content-type" in fields:
-                query = jsontext.parse_query(scope["query_string"])
-                if asked := query.get("on_skip"):
-                    if asked not in SKIP_STATUSES:
-                        return plain(400, "bad_request", reason="on_skip must be 200, 409 or 503")
-                    skip_status = SKIP_STATUSES[asked]
-                body = await read_object(fields, receive, self._max_body)
-                own = {name: value for name, value in query.items() if name not in OWN_PARAMETERS}
-                given = jsontext.merge(own, body)
-            payload = task.validate(given)
-            occurrence, scheduled_for = occurrence_of(headers, fields)
-            if task.is_queued:
-                made = await self._cron.start_queued(
-                    task, given, caller=recognise(fields), occurrence=occurrence, scheduled_for=scheduled_for
-                )
-                if isinstance(made, Enqueued):
-                    return answers.enqueued(made, task=task.name)
-                return answers.of(made, skip_status)
-        except PayloadError as error:
-            return plain(400, "bad_request", reason=str(error))
-        except TooLarge:
-            return plain(413, "too_large", reason=f"the body is longer than {self._max_body} bytes")
+        given: dict[str, object] = {}
+        if scope["query_string"] or b"content-length" in fields or b"content-type" in fields:
+            query = jsontext.parse_query(scope["query_string"])
+            if asked := query.get("on_skip"):
+                if asked not in SKIP_STATUSES:
+                    raise PayloadError("on_skip must be 200, 409 or 503")
+                skip_status = SKIP_STATUSES[asked]
+            body = await read_object(fields, receive, self._max_body)
+            own = {name: value for name, value in query.items() if name not in OWN_PARAMETERS}
+            given = jsontext.merge(own, body)
+        payload = task.validate(given)
+        occurrence, scheduled_for = occurrence_of(headers, fields)
+        if task.is_queued:
+            made = await self._cron.start_queued(
+                task, given, caller=recognise(fields), occurrence=occurrence, scheduled_for=scheduled_for
+            )
+            if isinstance(made, Enqueued):
+                return answers.enqueued(made, task=task.name)
+            return answers.of(made, skip_status)
         outcome: Outcome = await self._cron.start_call(
             task, payload, trigger="http", caller=recognise(fields), occurrence=occurrence, scheduled_for=scheduled_for
         )

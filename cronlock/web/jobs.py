@@ -4,7 +4,6 @@ The order of checks is that of the cron route (`web.cron`): before the secret is
 secret opens the second of them, and sees more.
 """
 
-import logging
 from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -12,25 +11,16 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Receive, Scope, Send
 
 from cronlock import documents, enqueue, explain, jsontext, stats
-from cronlock.errors import (
-    CronlockError,
-    IdempotencyKeyInUse,
-    IdempotencyKeyReused,
-    PayloadError,
-    PayloadInvalid,
-    Unavailable,
-)
+from cronlock.errors import CronlockError, PayloadError
 from cronlock.tasks import MOST_PRIORITY, Task
-from cronlock.web import answers
+from cronlock.web import answers, refusals
 from cronlock.web.answers import Answer, plain
-from cronlock.web.auth import Bearer, authorization, report
-from cronlock.web.body import TooLarge, has_body, is_json, read_object
+from cronlock.web.auth import Bearer, authorization
+from cronlock.web.body import TooLarge, read_object, require_json
 from cronlock.web.cron import idempotency_key
 
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
-
-log = logging.getLogger("cronlock.web")
 
 OPTIONS = ("delay", "run_at", "priority")
 LARGEST_ID = 2**63 - 1
@@ -47,36 +37,18 @@ class JobsEndpoint:
         self._max_body = cron.settings.max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_head = scope["method"] == "HEAD"
         try:
             answer = await self.answer(scope, receive)
-        except Unavailable as error:
-            self._cron.metrics.unavailable(error.reason)
-            answer = answers.unavailable(error)
-        except PayloadInvalid as error:
-            answer = answers.invalid(error)
-        except PayloadError as error:
-            answer = plain(400, "bad_request", reason=str(error))
-        except TooLarge:
-            answer = plain(413, "too_large", reason=f"the body is longer than {self._max_body} bytes")
-        except IdempotencyKeyReused as error:
-            answer = answers.reused(error)
-        except IdempotencyKeyInUse as error:
-            answer = answers.in_use(error)
-        except CronlockError as error:
-            log.error("%s", error)
-            self._cron.metrics.unavailable("misconfigured")
-            answer = plain(503, "unavailable", [(b"retry-after", b"30")], reason="misconfigured")
-        await answer.send(send, is_head=is_head)
+        except (CronlockError, TooLarge) as error:
+            answer = refusals.of(error, self._cron.metrics)
+        await answer.send(send, is_head=scope["method"] == "HEAD")
 
     async def answer(self, scope: Scope, receive: Receive) -> Answer:
         """The answer to one request; raises what `__call__` answers."""
         sent = authorization(scope)
         is_admin = self._admins.refusal(sent) is None
         if not is_admin and (refusal := self._enqueuers.refusal(sent)) is not None:
-            report(refusal, scope)
-            self._cron.metrics.unauthorized("cron", refusal)
-            return answers.unauthorized(refusal)
+            return refusals.unauthorized(refusal, scope, self._cron.metrics, "cron")
         name, method = scope["path_params"]["name"], scope["method"]
         task, job_id = self._cron.tasks.find(name), number(name)
         if task is None and job_id is None:
@@ -95,8 +67,7 @@ class JobsEndpoint:
     async def _enqueue(self, task: Task, scope: Scope, receive: Receive) -> Answer:
         fields = dict(scope["headers"])
         options = options_of(jsontext.parse_query(scope["query_string"]))
-        if has_body(fields) and not is_json(fields.get(b"content-type", b"")):
-            raise PayloadError("the body is not JSON by its Content-Type; send Content-Type: application/json")
+        require_json(fields)
         payload = await read_object(fields, receive, self._max_body)
         key = idempotency_key(scope["headers"])
         wanted = enqueue.order(task, [payload], trigger="http", keys=None if key is None else [key], **options)
