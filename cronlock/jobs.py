@@ -664,10 +664,13 @@ def literal(value: Any) -> bytes:
         case list():
             if value and isinstance(value[0], dict):
                 return quoted(encode(value))
-            made = text_of("{" + ",".join(item(one) for one in value) + "}")
-            # What is no literal has a type of its own, which no parameter of another one takes.
-            return made if made[:1] == b"'" else made + b"::text[]"
+            return text_of(array(value))
     return quoted(str(value))
+
+
+def array(values: Sequence[Any]) -> str:
+    """Numbers or texts as the text of an array, which every driver sends as it is."""
+    return "{" + ",".join([item(value) for value in values]) + "}"
 
 
 def item(value: Any) -> str:
@@ -727,7 +730,9 @@ class Statements:
     def execute_named(self, name: str, values: Mapping[str, Any]) -> bytes:
         """One of these statements with its values."""
         _, types = NAMED[name]
-        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(values[value]) for value in types))
+        # A text that is no plain literal has a type of its own, which no parameter of another one takes.
+        cast = [b"CAST(%s AS %s)" % (literal(values[value]), kind.encode()) for value, kind in types.items()]
+        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(cast))
 
     def execute(self, name: str, *values: Any) -> bytes:
         """One of the statements with its values."""
