@@ -21,7 +21,7 @@ from psycopg import sql
 from cronlock.locks import quoted, text_of
 
 VALUE = re.compile(r"\[([a-z_]+)\]")
-"""Where a statement for any connection has a value."""
+"""Where a statement for any connection has a value; arrays are sent as text, since drivers disagree about them."""
 
 PARAMETER = re.compile(r"\$(\d)")
 """Where a statement that is prepared has a value."""
@@ -322,7 +322,7 @@ WITH made AS (
     INSERT INTO {{job}} (task, queue, priority, payload, trigger, occurrence, max_attempts)
     SELECT CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS smallint), p.payload::jsonb,
            CAST([trigger] AS text), CAST([occurrence] AS text), CAST([max_attempts] AS smallint)
-      FROM unnest(CAST([payloads] AS text[])) WITH ORDINALITY AS p(payload, place)
+      FROM unnest(CAST(CAST([payloads] AS text) AS text[])) WITH ORDINALITY AS p(payload, place)
      ORDER BY p.place
  RETURNING id),
 {TOLD}
@@ -334,7 +334,7 @@ INSERT INTO {job_waiting} (id, task, queue, priority, payload, trigger, occurren
 SELECT nextval({job_id}), CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS smallint), p.payload::jsonb,
            CAST([trigger] AS text), CAST([occurrence] AS text), CAST([max_attempts] AS smallint),
        coalesce(CAST([run_at] AS timestamptz), clock_timestamp() + CAST([delay] AS interval))
-  FROM unnest(CAST([payloads] AS text[])) WITH ORDINALITY AS p(payload, place)
+  FROM unnest(CAST(CAST([payloads] AS text) AS text[])) WITH ORDINALITY AS p(payload, place)
  ORDER BY p.place
  RETURNING id
 """
@@ -344,8 +344,8 @@ SELECT nextval({job_id}), CAST([task] AS text), CAST([queue] AS text), CAST([pri
 KEYED = f"""
 WITH new AS (
     SELECT nextval({{job_id}}) AS id, o.key, o.fingerprint, o.payload
-      FROM (SELECT * FROM unnest(CAST([keys] AS text[]), CAST([fingerprints] AS text[]), CAST([payloads] AS text[]))
-                AS o(key, fingerprint, payload) ORDER BY key) o),
+      FROM (SELECT * FROM unnest(CAST(CAST([keys] AS text) AS text[]), CAST(CAST([fingerprints] AS text) AS text[]),
+                CAST(CAST([payloads] AS text) AS text[])) AS o(key, fingerprint, payload) ORDER BY key) o),
 claimed AS (
     INSERT INTO {{idempotency_key}} (task, key, fingerprint, job_id, expires_at)
     SELECT CAST([task] AS text), n.key, n.fingerprint, n.id, clock_timestamp() + CAST([ttl] AS interval) FROM new n
@@ -363,8 +363,8 @@ SELECT m.id, m.idempotency_key FROM made m LEFT JOIN told ON true
 KEYED_LATER = """
 WITH new AS (
     SELECT nextval({job_id}) AS id, o.key, o.fingerprint, o.payload
-      FROM (SELECT * FROM unnest(CAST([keys] AS text[]), CAST([fingerprints] AS text[]), CAST([payloads] AS text[]))
-                AS o(key, fingerprint, payload) ORDER BY key) o),
+      FROM (SELECT * FROM unnest(CAST(CAST([keys] AS text) AS text[]), CAST(CAST([fingerprints] AS text) AS text[]),
+                CAST(CAST([payloads] AS text) AS text[])) AS o(key, fingerprint, payload) ORDER BY key) o),
 claimed AS (
     INSERT INTO {idempotency_key} (task, key, fingerprint, job_id, expires_at)
     SELECT CAST([task] AS text), n.key, n.fingerprint, n.id, clock_timestamp() + CAST([ttl] AS interval) FROM new n
@@ -380,12 +380,13 @@ SELECT n.id, CAST([task] AS text), CAST([queue] AS text), CAST([priority] AS sma
 
 FIRST = """
 SELECT k.key, k.job_id, k.fingerprint, k.expires_at <= clock_timestamp() AS is_expired
-  FROM {idempotency_key} k WHERE k.task = CAST([task] AS text) AND k.key = ANY (CAST([keys] AS text[]))
+  FROM {idempotency_key} k WHERE k.task = CAST([task] AS text) AND k.key = ANY (CAST(CAST([keys] AS text) AS text[]))
 """
 
 EXPIRE = """
 DELETE FROM {idempotency_key} k
- WHERE k.task = CAST([task] AS text) AND k.key = ANY (CAST([keys] AS text[])) AND k.expires_at <= clock_timestamp()
+ WHERE k.task = CAST([task] AS text) AND k.key = ANY (CAST(CAST([keys] AS text) AS text[]))
+   AND k.expires_at <= clock_timestamp()
 """
 
 # What waits at one moment in one process, of any tasks.
@@ -627,9 +628,9 @@ NAMED = {
             "trigger": "text",
             "occurrence": "text",
             "max_attempts": "smallint",
-            "keys": "text[]",
-            "fingerprints": "text[]",
-            "payloads": "text[]",
+            "keys": "text",
+            "fingerprints": "text",
+            "payloads": "text",
             "ttl": "interval",
         },
     ),
@@ -730,9 +731,7 @@ class Statements:
     def execute_named(self, name: str, values: Mapping[str, Any]) -> bytes:
         """One of these statements with its values."""
         _, types = NAMED[name]
-        # A text that is no plain literal has a type of its own, which no parameter of another one takes.
-        cast = [b"CAST(%s AS %s)" % (literal(values[value]), kind.encode()) for value, kind in types.items()]
-        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(cast))
+        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(values[value]) for value in types))
 
     def execute(self, name: str, *values: Any) -> bytes:
         """One of the statements with its values."""
