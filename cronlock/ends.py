@@ -154,7 +154,12 @@ class Ends:
         elif self._ends and self._ends[0][1].failure is not UNRECORDABLE:
             attempt, end = self._ends[0]
             log.error("how job %s ended was refused", attempt.run_id, extra={"event": "job.refused", "sqlstate": state})
-            self._ends[0] = (attempt, replace(end, result=None, failure=UNRECORDABLE))
+            end = replace(end, result=None, failure=UNRECORDABLE)
+            if end.status == "completed" and attempt.lending.said is not None:
+                # Perhaps it is what the job said is stale: nobody would be told, so it has not completed.
+                attempt.lending.said = None
+                end = replace(end, status="failed", attempt_status="failed")
+            self._ends[0] = (attempt, end)
         elif self._ends:
             self._missed(self._ends.pop(0)[0])
         elif self._done:

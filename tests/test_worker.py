@@ -444,19 +444,26 @@ async def test_an_end_that_the_database_refuses_is_written_without_its_words_and
             migrate(url, "cronlock")
             cron = make_cron(database_url=url)
 
+            @cron.target("prices")
+            async def prices(keys: list[str]) -> None:
+                pass
+
             @cron.task("work", mode="guard")
             async def work(run: Run, payload: dict[str, int]) -> str:
                 if payload["n"] == 3:
                     raise ValueError("it costs 3 €")
+                if payload["n"] == 5:
+                    run.invalidate("price:€")
                 return "€" if payload["n"] == 4 else "fine"
 
             with psycopg.connect(url, autocommit=True) as db:
                 made = [put(db, "work", f'{{"n": {n}}}')[0] for n in range(8)]
                 async with working(cron):
-                    assert await all_ended(db) == {"completed": 7, "failed": 1}
+                    assert await all_ended(db) == {"completed": 6, "failed": 2}
                 assert status(db, made[3]) == ("failed", 1, "Unrecordable")
                 assert result(db, made[4]) == "€"
-            assert len(told(caplog, "job.refused")) == 1
+                assert status(db, made[5]) == ("failed", 1, "Unrecordable"), "nobody would be told of its words"
+            assert len(told(caplog, "job.refused")) == 2
         finally:
             server.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
