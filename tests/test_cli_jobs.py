@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import psycopg
+import pytest
 from typer.testing import Result
 
 from cronlock.models import JOB_STATUSES
@@ -245,3 +246,58 @@ def test_on_a_terminal_a_bar_is_drawn_and_elsewhere_none(database_url: str, db: 
     put(db, 10)
     quiet = cronlock("jobs", "retry", "--all", cwd=tmp_path, DATABASE_URL=database_url)
     assert (quiet.stdout, quiet.stderr) == ("10 jobs are queued again\n", "")
+
+
+NOT_UTF8 = b"a\xff"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("enqueue", "main:cron", "report", "--payload", NOT_UTF8), " of --payload"),
+        (("enqueue", "main:cron", "report", b"--payload=" + NOT_UTF8), " of --payload"),
+        (("run", "main:cron", "report", "--payload", NOT_UTF8), " of --payload"),
+        (("run", "main:cron", NOT_UTF8), ""),
+        (("jobs", "list", "-t", NOT_UTF8), " of -t"),
+        (("jobs", "list", "-q", NOT_UTF8), " of -q"),
+        (("jobs", "retry", "--task", NOT_UTF8), " of --task"),
+        (("pause", NOT_UTF8), ""),
+        (("pause", "report", "--reason", NOT_UTF8), " of --reason"),
+        (("resume", NOT_UTF8), ""),
+        (("runs", "list", "-t", NOT_UTF8), " of -t"),
+    ],
+)
+def test_an_argument_that_is_not_utf8_is_named_in_one_line(
+    arguments: tuple[str | bytes, ...], named: str, database_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "main.py").write_text(APP)
+    env = environment(DATABASE_URL=database_url)
+    done = subprocess.run([*COMMAND, *arguments], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(rf"cronlock: the argument{named} is not UTF-8: .*a\\xff\n", done.stderr.decode()), done.stderr
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["ascii", "the C locale"],
+)
+def test_a_terminal_that_lacks_a_character_is_shown_an_escape_and_takes_one_in_utf8(
+    settings: dict[str, str], database_url: str, db: Db, tmp_path: Path
+) -> None:
+    (tmp_path / "main.py").write_text(APP)
+    payload = {"x": "ключ é \U0001f511"}
+    text = json.dumps(payload, ensure_ascii=False)
+
+    def command(*arguments: str) -> str:
+        env = {**environment(DATABASE_URL=database_url), **settings}
+        encoded = [each.encode() for each in (*COMMAND, *arguments)]
+        done = subprocess.run(encoded, cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode("ascii")
+
+    job_id = json.loads(command("enqueue", "main:cron", "report", "--payload", text))["jobId"]
+    assert value(db, "SELECT payload FROM cronlock.job") == payload
+    assert r"\u043a\u043b\u044e\u0447 \u00e9 \ud83d\udd11" in command("jobs", "show", str(job_id))
+    assert json.loads(command("jobs", "show", str(job_id), "--json"))["payload"] == payload
+    assert json.loads(command("run", "main:cron", "report", "--payload", text))["result"] == payload
