@@ -178,9 +178,8 @@ def require_task(connection: "Connection", schema: str, task: str) -> None:
     """End with 3 if neither a task nor a job has this name."""
     from cronlock import stats
 
-    known = stats.task_names(connection, schema)
-    if task not in known and not stats.list_jobs(connection, schema, task=task, limit=1):
-        names = ", ".join(known) or "none"
+    if not stats.has_task(connection, schema, task):
+        names = ", ".join(stats.task_names(connection, schema)) or "none"
         exits.stop(exits.NOT_FOUND, f"there is no task {task!r} in this database, and no job of it; known: {names}")
 
 

@@ -300,6 +300,8 @@ async def retry_jobs(asked: Asked) -> Answer:
             steering.retry_failed, task=task, max_attempts=asked.max_attempts, limit=limit - number, after=after
         )
         number += len(ids)
+    if not number and task is not None and not await asked.inspector.ask(stats.has_task, task):
+        raise Wrong(404, f"there is no task {shown(task)} in this database, and no job of it")
     return document(200, task=task, retried=number, is_cut=number == limit)
 
 

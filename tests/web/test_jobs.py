@@ -321,6 +321,7 @@ async def test_a_key_that_another_transaction_keeps_open_answers_409_in_two_seco
         answer = await client.post("/jobs/echo", json={}, headers={"idempotency-key": "a"})
         assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
         assert answer.json()["status"] == "conflict"
+        assert answer.json()["reason"].endswith("has not ended; try again")
         await connection.rollback()
         answer = await client.post("/jobs/echo", json={}, headers={"idempotency-key": "a"})
         assert (answer.status_code, answer.json()["duplicate"]) == (202, False)
@@ -447,6 +448,9 @@ async def test_failed_jobs_are_retried_together(cron: Cronlock, make_cron: Make,
         assert answer.json() == {"task": None, "retried": 600, "isCut": True}
         answer = await client.post("/admin/jobs/retry?all=true")
         assert answer.json()["retried"] == 300
+        assert (await client.post("/admin/jobs/retry?task=echo")).json()["retried"] == 0
+        unknown = await client.post("/admin/jobs/retry?task=nope")
+        assert (unknown.status_code, "there is no task 'nope'" in unknown.json()["reason"]) == (404, True)
     kept = db.execute("SELECT status, count(*) FROM cronlock.job_history GROUP BY status").fetchall()
     assert kept == [("cancelled", 150)]
     assert db.execute("SELECT DISTINCT attempts, max_attempts, losses FROM cronlock.job").fetchall() in (
