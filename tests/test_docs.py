@@ -660,7 +660,7 @@ async def test_a_report_that_is_ordered_twice_as_the_page_shows_has_one_job(
     db.execute("CREATE TABLE report (id bigint PRIMARY KEY)")
     names: dict[str, Any] = {}
     url = database_url.replace("postgresql://", "postgresql+psycopg://")
-    exec(block.text.replace("postgresql+psycopg://app@db/shop", url), names)  # noqa: S102 - what the page shows
+    exec(block.text.replace("postgresql+psycopg://app@db/shop", url), names)
     async with serving(names["app"]) as client:
         answers = [await client.post("/reports/7") for _ in range(2)]
     await names["engine"].dispose()
