@@ -21,7 +21,7 @@ The layers, each of which imports only from those below it:
     execution
     context | gate | guard
     enqueuer
-    delivery | enqueue | versions
+    delivery | enqueue | polling | versions
     background | inspecting | link | presence | recording | reporting | sending | steering | subscribing
     explain | metrics | stats
     invalidation | jobs | runs

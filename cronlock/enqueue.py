@@ -19,8 +19,8 @@ import psycopg
 from psycopg.rows import tuple_row
 from pydantic import BaseModel
 from sqlalchemy import Connection, CursorResult, text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
 
 from cronlock import jobs, jsontext
 from cronlock.database import unavailable
@@ -59,7 +59,7 @@ class Order:
     @property
     def values(self) -> dict[str, Any]:
         """What the statement without keys takes."""
-        return {**self.options, "payloads": self.payloads}
+        return {**self.options, "payloads": jobs.array(self.payloads)}
 
 
 def order(
@@ -80,7 +80,7 @@ def order(
     Raises `PayloadError` for a payload that JSON or the database cannot hold, or an option that is wrong, and
     `PayloadInvalid` for one that does not fit the task's model.
     """
-    plain = [plain_payload(task, payload) for payload in payloads]
+    plain = [checked(task, payload) for payload in payloads]
     try:
         options: dict[str, Any] = {
             "task": task.name,
@@ -105,7 +105,7 @@ def order(
             raise PayloadError(f"run_at is at most {LONGEST_DELAY.days} days from now")
     is_derived = keys is None and task.dedupe is not None
     if is_derived:
-        keys = [derived_key(task, payload) for payload in plain]
+        keys = [derived_key(task, payload) for payload, _ in plain]
     if keys is not None and len(keys) != len(plain):
         raise PayloadError(f"there must be as many idempotency keys as payloads, not {len(keys)} for {len(plain)}")
     for key in keys or ():
@@ -113,11 +113,11 @@ def order(
             made = f"that dedupe of the task {task.name!r} makes of this payload " if is_derived else ""
             raise PayloadError(f"the idempotency key {made}{fault}")
     is_later = run_at is not None or delay is not None
-    return Order(task, [canonical(one) for one in plain], list(keys or ()), options, is_later)
+    return Order(task, [text for _, text in plain], list(keys or ()), options, is_later)
 
 
-def plain_payload(task: Task, payload: Any) -> dict[str, Any]:
-    """A payload as a JSON object that the database can hold and the task accepts."""
+def checked(task: Task, payload: Any) -> tuple[dict[str, Any], str]:
+    """A payload as an object that the database can hold and the task accepts, and as JSON text in ASCII."""
     if isinstance(payload, BaseModel):
         payload = payload.model_dump(mode="json")
     if payload is None:
@@ -131,7 +131,7 @@ def plain_payload(task: Task, payload: Any) -> dict[str, Any]:
     if ESCAPED.search(written) or written.count("{") + written.count("[") > SHALLOW:
         jsontext.parse_object(written.encode())
     task.validate(payload)
-    return payload
+    return payload, written
 
 
 def derived_key(task: Task, payload: Mapping[str, Any]) -> str:
@@ -175,9 +175,9 @@ def talk(wanted: Order) -> Talk:
     for _ in range(TRIES):
         values = {
             **wanted.options,
-            "keys": left,
-            "fingerprints": [prints[key] for key in left],
-            "payloads": [payload_of[key] for key in left],
+            "keys": jobs.array(left),
+            "fingerprints": jobs.array([prints[key] for key in left]),
+            "payloads": jobs.array([payload_of[key] for key in left]),
             "ttl": wanted.task.idempotency_ttl,
         }
         rows = yield jobs.KEYED_LATER if wanted.is_later else jobs.KEYED, values
@@ -186,7 +186,7 @@ def talk(wanted: Order) -> Talk:
         if not left:
             break
         expired = []
-        for key, job_id, other, is_expired in (yield jobs.FIRST, {"task": task, "keys": left}):
+        for key, job_id, other, is_expired in (yield jobs.FIRST, {"task": task, "keys": jobs.array(left)}):
             if is_expired:
                 expired.append(key)
             elif other != prints[key]:
@@ -197,7 +197,7 @@ def talk(wanted: Order) -> Talk:
         if not left:
             break
         if expired:
-            yield jobs.EXPIRE, {"task": task, "keys": expired}
+            yield jobs.EXPIRE, {"task": task, "keys": jobs.array(expired)}
     else:
         raise IdempotencyKeyInUse(left[0])
     enqueued, seen = [], set()
@@ -219,7 +219,7 @@ async def on_async(connection: Any, statements: jobs.Statements, wanted: Order) 
                 cursor = psycopg.AsyncCursor(connection, row_factory=tuple_row)  # whatever the connection's own are
                 await cursor.execute(statements.text(statement, "%({})s"), values)
                 rows = await cursor.fetchall() if cursor.description else []
-            elif isinstance(connection, (AsyncConnection, AsyncSession)):
+            elif isinstance(connection, (AsyncConnection, AsyncSession, async_scoped_session)):
                 result = await connection.execute(text(statements.text(statement, ":{}")), values)
                 rows = list(result) if isinstance(result, CursorResult) and result.returns_rows else []
             else:
@@ -243,7 +243,7 @@ def on_sync(connection: Any, statements: jobs.Statements, wanted: Order) -> list
                 cursor = psycopg.Cursor(connection, row_factory=tuple_row)
                 cursor.execute(statements.text(statement, "%({})s"), values)
                 rows = cursor.fetchall() if cursor.description else []
-            elif isinstance(connection, (Connection, Session)):
+            elif isinstance(connection, (Connection, Session, scoped_session)):
                 result = connection.execute(text(statements.text(statement, ":{}")), values)
                 rows = list(result) if isinstance(result, CursorResult) and result.returns_rows else []
             else:

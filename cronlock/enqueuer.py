@@ -6,7 +6,6 @@ is tried again alone, as is everything in a message that was refused for the fau
 
 import asyncio
 import itertools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -130,7 +129,8 @@ class Waiting(NamedTuple):
     """A job that is to be written, and who waits for its id."""
 
     key: Key
-    row: dict[str, Any]
+    row: str
+    """What the statement takes of it, as JSON."""
     future: asyncio.Future[int | None]
 
 
@@ -149,15 +149,15 @@ class Group:
     def write(self, wanted: Order) -> "asyncio.Future[int | None]":
         """The id of the job, durable; None if it has to be tried alone. Raises `Unavailable`."""
         row = {name: value for name, value in wanted.options.items() if name not in ("run_at", "delay")}
-        row["payload"] = json.loads(wanted.payloads[0])
         key: Key = ("", next(self._numbers))
         if wanted.keys:
             row["key"] = wanted.keys[0]
             row["fingerprint"] = fingerprint(wanted.payloads[0])
             row["ttl"] = wanted.task.idempotency_ttl.total_seconds()
             key = (wanted.task.name, wanted.keys[0])
+        text = f'{jobs.encode(row)[:-1]},"payload":{wanted.payloads[0]}}}'
         future: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(Waiting(key, row, future))
+        self._waiting.append(Waiting(key, text, future))
         if self._writing is None:
             self._writing = asyncio.get_running_loop().create_task(self._write())
         return future
@@ -178,7 +178,8 @@ class Group:
         sent = [first[key] for key in sorted(first)]
         made: dict[Key, int | None] = {}
         try:
-            message = TOGETHER_HEAD + self._statements.execute(self._name, [one.row for one in sent]) + b"; COMMIT"
+            rows = "[" + ",".join([one.row for one in sent]) + "]"
+            message = TOGETHER_HEAD + self._statements.execute(self._name, rows) + b"; COMMIT"
             results = await self._link.send(message, self._seconds)
             made = {one.key: row[0] for one, row in zip(sent, wire.rows(results[3]), strict=True)}
         except OF_ONE:

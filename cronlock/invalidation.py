@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from psycopg import sql
 
-from cronlock.locks import quoted, text_of
+from cronlock.locks import text_of
 from cronlock.targets import Invalidation, merged
 
 if TYPE_CHECKING:
@@ -132,15 +132,37 @@ VERSIONS = """
 SELECT v.key, v.version FROM {version} v WHERE v.key OPERATOR(pg_catalog.=) ANY (CAST({keys} AS pg_catalog.text[]))
 """
 
-# A window of the oldest rows: those that are over their retention go, whether they were delivered or not.
-PRUNE = f"""
-WITH gone AS (
-    DELETE FROM {{invalidation}} i
-     WHERE i.id = ANY (ARRAY(SELECT o.id FROM {{invalidation}} o ORDER BY o.id LIMIT {PRUNE_WINDOW}))
-       AND i.created_at < clock_timestamp() - make_interval(secs => {{kept}})
- RETURNING i.target, i.delivered_at)
-SELECT g.target, count(*), count(*) FILTER (WHERE g.delivered_at IS NULL) FROM gone g GROUP BY g.target
+# A window of rows in the order of their ids: those over their retention go, whether they were delivered or not.
+# Those behind were written later, but for what was written at one moment. A row that somebody has locked is his.
+OLD = """
+WITH seen AS MATERIALIZED (
+    SELECT i.id, i.created_at FROM {invalidation} i WHERE i.id > {after} ORDER BY i.id LIMIT {window}),
+old AS MATERIALIZED (
+    SELECT s.id FROM seen s WHERE s.created_at < clock_timestamp() - make_interval(secs => {kept}))"""
+
+# By target: how many, and how many of these were never delivered.
+GONE = """
+SELECT (SELECT coalesce(json_object_agg(g.target, json_build_array(g.number, g.undelivered)), '{{}}')::text
+          FROM (SELECT w.target, count(*) AS number, count(*) FILTER (WHERE w.delivered_at IS NULL) AS undelivered
+                  FROM gone w GROUP BY w.target) g) AS numbers,
+       CASE WHEN count(*) = {window} AND min(s.created_at) < clock_timestamp() - make_interval(secs => {kept})
+            THEN max(s.id) END AS after
+  FROM seen s
 """
+
+PRUNE = f"""{OLD},
+locked AS MATERIALIZED (
+    SELECT i.id FROM {{invalidation}} i
+     WHERE i.id = ANY (ARRAY(SELECT o.id FROM old o)) FOR UPDATE SKIP LOCKED),
+gone AS (
+    DELETE FROM {{invalidation}} i WHERE i.id = ANY (ARRAY(SELECT l.id FROM locked l))
+ RETURNING i.target, i.delivered_at)
+{GONE}"""
+
+PRUNABLE = f"""{OLD},
+gone AS (
+    SELECT i.target, i.delivered_at FROM {{invalidation}} i WHERE i.id = ANY (ARRAY(SELECT o.id FROM old o)))
+{GONE}"""
 
 FORGET = f"""
 DELETE FROM {{target}} t
@@ -156,7 +178,8 @@ SELECT t.name, extract(epoch FROM clock_timestamp() - t.seen_at)::bigint,
 """
 
 ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"'})
-encode = json.JSONEncoder(separators=(",", ":")).encode
+encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+"""Without escapes: a database in SQL_ASCII holds any text, and can read none of these."""
 
 
 class Statements:
@@ -203,7 +226,7 @@ def written(value: Any) -> str:
             return text_of(value).decode()
         case tuple():
             return array(value).decode()
-    return quoted(encode(value)).decode()
+    return text_of(encode(value)).decode()
 
 
 def array(items: Sequence[str] | Sequence[int]) -> bytes:

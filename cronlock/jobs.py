@@ -167,7 +167,8 @@ SELECT b.id FROM back b UNION ALL SELECT g.id FROM gone g
 
 RELEASE = f"WITH mine AS (SELECT * FROM unnest($1, $2) AS e(id, token)),{GIVE_BACK}"
 
-# Whoever has a row locked is ending it: it is not renewed, and not lost either.
+# Whoever has a row locked is mostly ending it: it is not waited for, and neither renewed nor lost. What it tells of are
+# the rows that were not renewed, and those that are to be cancelled.
 RENEW = """
 WITH held AS MATERIALIZED (
     SELECT j.id, j.cancel_requested_at IS NOT NULL AS is_cancelled, coalesce(j.cancel_requested_by, '') AS cancelled_by
@@ -181,9 +182,10 @@ renewed AS (
       FROM unnest($1, $2) AS e(id, token)
      WHERE j.id = e.id AND j.lease_token = e.token AND j.id = ANY (ARRAY(SELECT f.id FROM free f))
  RETURNING j.id)
-SELECT e.id, h.id IS NULL AS is_lost, coalesce(h.cancelled_by, ''), (SELECT count(*) FROM renewed)
-  FROM unnest($1, $2) AS e(id, token) LEFT JOIN held h ON h.id = e.id
- WHERE h.id IS NULL OR h.is_cancelled
+SELECT e.id, e.id NOT IN (SELECT h.id FROM held h) AS is_lost, e.id IN (SELECT r.id FROM renewed r) AS is_renewed,
+       (SELECT h.cancelled_by FROM held h WHERE h.id = e.id AND h.is_cancelled)
+  FROM unnest($1, $2) AS e(id, token)
+ WHERE e.id NOT IN (SELECT r.id FROM renewed r) OR e.id IN (SELECT h.id FROM held h WHERE h.is_cancelled)
 """
 
 CANCELLED = """
@@ -532,6 +534,14 @@ kept AS (
 SELECT a.id, true AS is_asked FROM asked a UNION ALL SELECT k.id, false FROM kept k
 """
 
+# What those who poll are told, in one statement: a job that is being moved is seen in exactly one place.
+POLLED = """
+SELECT s.job_id, row_to_json(s)::text
+  FROM (SELECT j.id AS job_id, j.task, j.status, j.attempts, j.max_attempts, j.enqueued_at, j.run_at, j.started_at,
+               j.finished_at, j.progress_done, j.progress_total
+          FROM {job_status} j WHERE j.id = ANY (CAST([ids] AS bigint[]))) s
+"""
+
 WINDOW = 5000
 """How many ended jobs a pruner looks at in one transaction."""
 
@@ -577,6 +587,8 @@ gone AS (
     DELETE FROM {idempotency_key} k USING old o WHERE k.task = o.task AND k.key = o.key RETURNING 1)
 SELECT count(*) AS number FROM gone
 """
+
+PRUNABLE_KEYS = "SELECT count(*) AS number FROM {idempotency_key} k WHERE k.expires_at < clock_timestamp()"
 
 PREPARED = {
     "claim_next": (CLAIM_NEXT, "uuid, interval, uuid, text, text[], integer, smallint, bigint"),
@@ -652,10 +664,13 @@ def literal(value: Any) -> bytes:
         case list():
             if value and isinstance(value[0], dict):
                 return quoted(encode(value))
-            made = text_of("{" + ",".join(item(one) for one in value) + "}")
-            # What is no literal has a type of its own, which no parameter of another one takes.
-            return made if made[:1] == b"'" else made + b"::text[]"
+            return text_of(array(value))
     return quoted(str(value))
+
+
+def array(values: Sequence[Any]) -> str:
+    """Numbers or texts as the text of an array, which every driver sends as it is."""
+    return "{" + ",".join([item(value) for value in values]) + "}"
 
 
 def item(value: Any) -> str:
@@ -715,7 +730,9 @@ class Statements:
     def execute_named(self, name: str, values: Mapping[str, Any]) -> bytes:
         """One of these statements with its values."""
         _, types = NAMED[name]
-        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(literal(values[value]) for value in types))
+        # A text that is no plain literal has a type of its own, which no parameter of another one takes.
+        cast = [b"CAST(%s AS %s)" % (literal(values[value]), kind.encode()) for value, kind in types.items()]
+        return b"EXECUTE cronlock_%s(%s)" % (name.encode(), b", ".join(cast))
 
     def execute(self, name: str, *values: Any) -> bytes:
         """One of the statements with its values."""

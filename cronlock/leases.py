@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 
 from cronlock import jobs, wire
-from cronlock.attempt import Attempt
+from cronlock.attempt import Attempt, Lease
 from cronlock.database import Database, unavailable
 from cronlock.errors import Unavailable
 from cronlock.execution import Stop
@@ -137,17 +137,21 @@ class Leases:
             raise
         told = {row[0]: row for row in wire.rows(results[3])} if held else {}
         for one in held:
+            if (said := told.get(one.run_id)) is not None and not said[2]:
+                one.lease = Lease(one.lease.until)  # of its own now: what is renewed for others of its claim is not its
+        for one in held:
             self._take(one, told.get(one.run_id), sent)
 
     def _take(self, one: Attempt, told: tuple[Any, ...] | None, sent: float) -> None:
-        if told is None or not told[1]:
+        """Believe in a lease for as long as the database does, which renewed no row that somebody has locked."""
+        _, is_lost, is_renewed, by = told or (one.run_id, False, True, None)
+        if is_renewed:
             one.lease.until = max(one.lease.until, sent + self._ttl.total_seconds())
-        if told is None or self._worker.running.get(one.run_id) is not one:
+        if self._worker.running.get(one.run_id) is not one:
             return
-        _, is_lost, by, _ = told
         if is_lost:
             self._worker.stop(one, Stop("lost", "the lease of the job is another worker's now"))
-        else:
+        elif by is not None:
             self._worker.stop(one, Stop("cancelled", f"cancelled by {by}" if by else "cancelled by an operator"))
 
     async def _look(self) -> None:

@@ -20,6 +20,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
@@ -87,7 +88,8 @@ def current(connection: "psycopg.Connection[tuple[object, ...]]", schema: str) -
 
 def connect(url: str, *, autocommit: bool = False) -> "psycopg.Connection[tuple[object, ...]]":
     """A connection that prepares nothing: a pooler may be in between, and a portal would hold a snapshot."""
-    return psycopg.connect(url, autocommit=autocommit, application_name="cronlock:migrate", prepare_threshold=None)
+    conninfo = make_conninfo("", **{"client_encoding": "UTF8", **conninfo_to_dict(url)})  # SQL_ASCII gives bytes
+    return psycopg.connect(conninfo, autocommit=autocommit, application_name="cronlock:migrate", prepare_threshold=None)
 
 
 def migrate(

@@ -15,6 +15,7 @@ from cronlock.enqueuer import Enqueuer, Producer
 from cronlock.errors import CronlockError
 from cronlock.inspecting import Inspector
 from cronlock.metrics import Metrics
+from cronlock.polling import Polls
 from cronlock.queueing import Queueing
 from cronlock.readiness import Readiness
 from cronlock.recording import Recorder
@@ -48,6 +49,7 @@ class Process:
         written = jobs.statements(settings.schema_name, is_prepared=self.database.keeps_records_apart)
         self.enqueuer = Enqueuer(self.database, written)
         self.producer = Producer(tasks, written, self.enqueuer)
+        self.polls = Polls(self.database, written)
         self.runner = Runner(
             self.database,
             self.recorder,
@@ -107,6 +109,7 @@ class Process:
         await self.deliverer.close()
         await self.inspector.close()
         await self.enqueuer.close()
+        await self.polls.close()
         await self.runner.spawn(self.database.close())
 
     def told(self, task: Task, made: Enqueued, key: str | None) -> None:

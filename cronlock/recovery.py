@@ -175,18 +175,23 @@ class Timer:
         settings = self._database.settings
         statements = invalidation.statements(settings.schema_name)
         kept = settings.retention_invalidated.total_seconds()
+        after = 0
         for _ in range(PRUNE_WINDOWS):
-            rows = await transact(self._database, statements.fill(invalidation.PRUNE, kept=kept))
-            self._runner.metrics.pruned(sum(number for _, number, _ in rows))
-            for target, _, given_up in rows:
+            window = invalidation.PRUNE_WINDOW
+            message = statements.fill(invalidation.PRUNE, after=after, window=window, kept=kept)
+            ((numbers, following),) = await transact(self._database, message)
+            found = json.loads(numbers)
+            self._runner.metrics.pruned(sum(number for number, _ in found.values()))
+            for target, (_, given_up) in found.items():
                 if given_up:
                     log.error(
                         "%s invalidations are given up: the target %s has not taken them for %g days",
                         given_up, target, kept / 86400,
                         extra={"event": "invalidation.given_up", "target": target, "rows": given_up},
                     )  # fmt: skip
-            if sum(number for _, number, _ in rows) < invalidation.PRUNE_WINDOW:
+            if following is None:
                 break
+            after = following
             await asyncio.sleep(PRUNE_PAUSE)
         else:
             return

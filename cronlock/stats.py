@@ -96,7 +96,11 @@ SELECT h.task, h.schedule, h.timezone, t.mode, t.lock_name, t.lock_key, h.paused
        h.last_run_id, h.last_status, h.last_started_at, h.last_finished_at, h.last_completed_at, h.calls,
        (extract(epoch FROM h.p50_duration) * 1000)::bigint AS p50_ms,
        (extract(epoch FROM h.p95_duration) * 1000)::bigint AS p95_ms,
-       h.success_rate::float8, h.skip_rate::float8, t.first_seen_at, t.last_seen_at
+       h.success_rate::float8, h.skip_rate::float8, t.first_seen_at, t.last_seen_at,
+       round((t.options ->> 'timeoutSeconds')::float8 * 1000)::bigint AS timeout_ms, t.options ->> 'queue' AS queue,
+       (t.options ->> 'maxAttempts')::integer AS max_attempts, t.options ->> 'key' AS key,
+       coalesce((t.options ->> 'maxConcurrent')::integer, 1) AS max_concurrent,
+       round((t.options ->> 'minIntervalSeconds')::float8 * 1000)::bigint AS min_interval_ms
   FROM {task_health} h JOIN {task} t ON t.name = h.task
  ORDER BY h.task
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from psycopg import sql
 
-from cronlock import jobs, runs
+from cronlock import invalidation, jobs, runs
 from cronlock.runs import HERE
 from cronlock.stats import Connection, Row, job, names_of, read
 
@@ -148,12 +148,33 @@ def prune_jobs(
         yield after or 0, Counter(json.loads(numbers))
 
 
-def prune_keys(connection: Connection, schema: str) -> Iterator[int]:
-    """Delete the idempotency keys that have expired, so many at a time; gives their numbers."""
+def prune_keys(connection: Connection, schema: str, *, is_dry: bool) -> Iterator[int]:
+    """Delete the idempotency keys that have expired, so many at a time, or count them; gives their numbers."""
+    if is_dry:
+        ((number,),) = (row.values() for row in read(connection, jobs.PRUNABLE_KEYS, schema))
+        yield number
+        return
     number = jobs.WINDOW
     while number == jobs.WINDOW:
         ((number,),) = (row.values() for row in read(connection, jobs.PRUNE_KEYS, schema, window=jobs.WINDOW))
         yield number
+
+
+def prune_invalidations(
+    connection: Connection, schema: str, kept: float, *, is_dry: bool
+) -> Iterator[tuple[int, Counter[str]]]:
+    """As `prune`, for invalidations that are older than `kept` seconds: how many were delivered, and undelivered."""
+    text = invalidation.PRUNABLE if is_dry else invalidation.PRUNE
+    after: int | None = 0
+    while after is not None:
+        ((numbers, after),) = (
+            row.values()
+            for row in read(connection, text, schema, after=after, window=invalidation.PRUNE_WINDOW, kept=kept)
+        )
+        found = json.loads(numbers).values()
+        undelivered = sum(missed for _, missed in found)
+        counts = {"delivered": sum(number for number, _ in found) - undelivered, "undelivered": undelivered}
+        yield after or 0, Counter({status: number for status, number in counts.items() if number})
 
 
 def change(connection: Connection, text: str, schema: str, **values: Any) -> Row | None:

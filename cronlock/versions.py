@@ -5,8 +5,8 @@ from typing import Any
 
 import psycopg
 from sqlalchemy import Connection, text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
 
 from cronlock import invalidation
 from cronlock.database import Database, ask, unavailable, within
@@ -41,7 +41,7 @@ async def on_async(connection: Any, schema: str, keys: Sequence[str]) -> dict[st
     if isinstance(connection, psycopg.AsyncConnection):
         cursor = await connection.execute(statements.versions("%(keys)s"), {"keys": list(keys)})
         return told(keys, await cursor.fetchall())
-    if isinstance(connection, (AsyncConnection, AsyncSession)):
+    if isinstance(connection, (AsyncConnection, AsyncSession, async_scoped_session)):
         result = await connection.execute(text(statements.versions(":keys")), {"keys": list(keys)})
         return told(keys, list(result))
     raise TypeError(
@@ -55,7 +55,7 @@ def on_sync(connection: Any, schema: str, keys: Sequence[str]) -> dict[str, int]
     statements = invalidation.statements(schema)
     if isinstance(connection, psycopg.Connection):
         return told(keys, connection.execute(statements.versions("%(keys)s"), {"keys": list(keys)}).fetchall())
-    if isinstance(connection, (Connection, Session)):
+    if isinstance(connection, (Connection, Session, scoped_session)):
         return told(keys, list(connection.execute(text(statements.versions(":keys")), {"keys": list(keys)})))
     raise TypeError(
         f"cache_versions_sync() takes a connection of SQLAlchemy or psycopg, not {type(connection).__name__}"

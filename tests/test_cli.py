@@ -249,6 +249,7 @@ def test_tasks_without_an_app_are_those_of_the_database(call: Callable[..., Resu
     assert re.split("  +", header) == [
         "TASK",
         "SCHEDULE",
+        "OPTIONS",
         "PAUSED",
         "LAST STATUS",
         "LAST RUN",
@@ -260,6 +261,7 @@ def test_tasks_without_an_app_are_those_of_the_database(call: Callable[..., Resu
         "sync",
         "-",
         "-",
+        "-",
         "completed",
         "2026-01-01T10:00:00.000+00:00",
         "4.0",
@@ -267,6 +269,41 @@ def test_tasks_without_an_app_are_those_of_the_database(call: Callable[..., Resu
         "4.0",
         "s",
         "50.0%",
+    ]
+
+
+OPTIONED = """
+from cronlock import Cronlock
+
+cron = Cronlock()
+cron.task("plain")(lambda run: None)
+cron.task("report", mode="queue", queue="slow", max_attempts=3, key="{tenant}", timeout="2m")(lambda run: None)
+cron.task("wide", max_concurrent=4, min_interval="90s", max_attempts=1)(lambda run: None)
+"""
+OPTIONS = {
+    "plain": ("transaction", "default", 5, None, 1, None, 120_000),
+    "report": ("queue", "slow", 3, "{tenant}", 1, None, 120_000),
+    "wide": ("transaction", "default", 1, None, 4, 90_000, 120_000),
+}
+"""Mode, queue, attempts, key, slots, interval and timeout of each."""
+
+
+@pytest.mark.parametrize("has_app", [True, False])
+def test_tasks_show_the_options_that_are_set_of_an_app_and_of_the_database(
+    tmp_path: Path, call: Callable[..., Result], database_url: str, has_app: bool
+) -> None:
+    (tmp_path / "wares.py").write_text(OPTIONED)
+    if not has_app:
+        assert cronlock("run", "wares:cron", "plain", cwd=tmp_path, DATABASE_URL=database_url).returncode == 0
+    app = ["wares:cron"] if has_app else []
+    tasks = json.loads(cronlock("tasks", *app, "--json", cwd=tmp_path, DATABASE_URL=database_url).stdout)["tasks"]
+    names = ("mode", "queue", "maxAttempts", "key", "maxConcurrent", "minIntervalMs", "timeoutMs")
+    assert {task["task"]: tuple(task[name] for name in names) for task in tasks} == OPTIONS
+    _, *lines = cronlock("tasks", *app, cwd=tmp_path, DATABASE_URL=database_url).stdout.splitlines()
+    assert [re.split("  +", line)[2] for line in lines] == [
+        "-",
+        "queue mode, queue slow, 3 attempts, key {tenant}",
+        "1 attempt, 4 slots, 1 min 30 s apart",
     ]
 
 

@@ -19,8 +19,8 @@ from psycopg.rows import dict_row
 from pydantic import BaseModel
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
 from cronlock import Cronlock, PayloadError, PayloadInvalid, Run, UnknownTask
@@ -80,8 +80,20 @@ def of_sqlalchemy(name: str, *, is_session: bool) -> Callable[[str], Any]:
     return opened
 
 
+@asynccontextmanager
+async def of_a_scope(url: str) -> AsyncIterator[Any]:
+    engine = create_async_engine(driver(url, "psycopg"), poolclass=NullPool)
+    scope = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
+    try:
+        yield scope
+    finally:
+        await scope.remove()
+        await engine.dispose()
+
+
 ASYNC = {
     "psycopg": of_psycopg,
+    "async_scoped_session": of_a_scope,
     "AsyncConnection": of_sqlalchemy("psycopg", is_session=False),
     "AsyncSession": of_sqlalchemy("psycopg", is_session=True),
     "AsyncConnection of asyncpg": of_sqlalchemy("asyncpg", is_session=False),
@@ -136,8 +148,18 @@ def sync_sqlalchemy(*, is_session: bool) -> Callable[[str], Any]:
     return opened
 
 
+@contextmanager
+def sync_scope(url: str) -> Iterator[Any]:
+    scope = scoped_session(sessionmaker(create_engine(driver(url, "psycopg"), poolclass=NullPool)))
+    try:
+        yield scope
+    finally:
+        scope.remove()
+
+
 SYNC = {
     "psycopg": sync_psycopg,
+    "scoped_session": sync_scope,
     "Connection": sync_sqlalchemy(is_session=False),
     "Session": sync_sqlalchemy(is_session=True),
 }
@@ -544,7 +566,7 @@ async def test_a_callable_that_gives_no_key_is_an_error_of_the_call(make_cron: M
     async with cron:
         with pytest.raises(PayloadError, match="key that dedupe of the task 'report' makes of this payload must"):
             await cron.enqueue(None, "report", {})
-        with pytest.raises(PayloadError, match="^the idempotency key must have"):
+        with pytest.raises(PayloadError, match=r"^the idempotency key must have"):
             await cron.enqueue(None, "report", {}, idempotency_key="")
     assert live(db) == 0
 

@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 from sqlalchemy import text
 
 from cronlock import (
@@ -35,9 +36,11 @@ from cronlock import (
 )
 from cronlock.context import MAKING
 from cronlock.database import Database
+from cronlock.migrate import migrate
 from cronlock.targets import heard, payloads, said, signature
 from tests import Db, Make, advisory_locks, run_once, serving, task_of, until, value
 from tests.receiver import HOOK_SECRET, is_signed, receiving
+from tests.telling import tell_all
 from tests.working import working
 
 pytestmark = pytest.mark.anyio
@@ -890,8 +893,8 @@ async def test_the_version_of_a_key_rises_at_delivery_and_not_in_the_task(make: 
 
 async def test_versions_are_read_over_every_kind_of_connection(make: Make, db: Db, database_url: str) -> None:
     from sqlalchemy import create_engine
-    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-    from sqlalchemy.orm import Session
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
     db.execute("INSERT INTO cronlock.cache_version (key, version) VALUES ('a', 7)")
     cron, expected = make(), {"a": 7, "b": 0}
@@ -900,11 +903,17 @@ async def test_versions_are_read_over_every_kind_of_connection(make: Make, db: D
     async with engine.connect() as connection, AsyncSession(engine) as session:
         assert await cron.cache_versions(connection, "a", "b") == expected
         assert await cron.cache_versions(session, "a", "b") == expected
+    scope = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
+    assert await cron.cache_versions(scope, "a", "b") == expected
+    await scope.remove()
     await engine.dispose()
     plain = create_engine(url)
     with plain.connect() as sync_connection, Session(plain) as sync_session:
         assert cron.cache_versions_sync(sync_connection, "a", "b") == expected
         assert cron.cache_versions_sync(sync_session, "a", "b") == expected
+    sync_scope = scoped_session(sessionmaker(plain))
+    assert cron.cache_versions_sync(sync_scope, "a", "b") == expected
+    sync_scope.remove()
     plain.dispose()
     with psycopg.connect(database_url) as driver:
         driver.execute("CREATE SCHEMA hostile; SET search_path = hostile")
@@ -1138,3 +1147,40 @@ async def test_the_deliverer_needs_no_connection_of_runs_or_records(
         monkeypatch.setattr(Database, "recording", counted)
         await until(lambda: told.keys[-1:] == ["by-hand"], "found by the look each second", 5)
         assert asked == []
+
+
+# -- surroundings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "anyio_backend", [("asyncio", {"use_uvloop": True}), ("asyncio", {"use_uvloop": False})], ids=["uvloop", "asyncio"]
+)
+async def test_every_kind_of_target_is_told_in_either_event_loop(
+    anyio_backend: Any, make_cron: Make, database_url: str, db: Db
+) -> None:
+    is_uvloop = type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+    assert is_uvloop == anyio_backend[1]["use_uvloop"]
+    async with await psycopg.AsyncConnection.connect(database_url) as listener:
+        await tell_all(make_cron(), db, listener, "日本:")
+
+
+@pytest.fixture(params=["LATIN1", "SQL_ASCII"])
+def other_url(server_url: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A migrated database whose encoding is another one."""
+    name = f"other_encoding_{os.getpid()}"
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING {request.param} LOCALE 'C'")
+        try:
+            url = make_conninfo(server_url, dbname=name)
+            migrate(url, "cronlock")
+            yield url
+        finally:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+async def test_every_kind_of_target_is_told_from_a_database_of_another_encoding(
+    other_url: str, make_cron: Make
+) -> None:
+    with psycopg.connect(other_url, autocommit=True, client_encoding="UTF8") as db:
+        async with await psycopg.AsyncConnection.connect(other_url, client_encoding="UTF8") as listener:
+            await tell_all(make_cron(database_url=other_url), db, listener, "bücher:")

@@ -27,6 +27,7 @@ from cronlock.models import REVISION
 from tests import Db, Make, serving
 from tests.commands import Running, environment
 from tests.observing import is_quiet, locks
+from tests.working import working
 
 KEY = "hashtextextended('cronlock migrate' || chr(31) || 'cronlock', 0)"
 NEXT = f"{int(REVISION) + 1:04}"
@@ -44,6 +45,8 @@ def upgrade() -> None:
 %s
 '''
 WIDER = """    op.execute(f'ALTER TABLE "{schema}".run ADD COLUMN wider integer')"""
+WIDER_JOBS = """    for table in ("job", "job_waiting", "job_history", "idempotency_key"):
+        op.execute(f'ALTER TABLE "{schema}".{table} ADD COLUMN wider integer NOT NULL DEFAULT 7')"""
 SLOW = """
 quick = upgrade
 
@@ -338,6 +341,59 @@ async def test_calls_go_on_while_a_migration_waits_for_a_table_that_a_reader_kee
         assert ((done := await migrating).before, done.after) == (REVISION, NEXT)
         await call()
     assert revisions(db) == [NEXT]
+    assert is_quiet(db)
+
+
+@pytest.mark.anyio
+async def test_jobs_go_on_while_a_migration_waits_for_their_tables(
+    empty_url: str, db: Db, newer: Callable[[str], Path], make_cron: Make
+) -> None:
+    """An enqueue or the end of a job may stand behind the migration's wait for its lock; no lease runs out for it."""
+    migrate(empty_url, "cronlock")
+    newer(WIDER_JOBS)
+    cron = make_cron(database_url=empty_url, lease="4s")
+
+    @cron.task("work")
+    async def work(run: Run) -> None:
+        await run.driver.execute("SELECT 1")
+
+    lines: list[str] = []
+    took: dict[str, list[float]] = {"post": [], "get": [], "job": []}
+    ids: list[int] = []
+    reader = "SELECT FROM cronlock.job_status, cronlock.idempotency_key, cronlock.run"
+    async with working(cron), serving(cron.app()) as client:
+
+        async def one() -> None:
+            began = time.monotonic()
+            answer = await client.post("/jobs/work", headers={"idempotency-key": f"job {len(ids)}"})
+            assert answer.status_code == 202, answer.text
+            took["post"].append(time.monotonic() - began)
+            ids.append(answer.json()["jobId"])
+            while True:
+                asked = time.monotonic()
+                told = await client.get(f"/jobs/{ids[-1]}")
+                took["get"].append(time.monotonic() - asked)
+                assert told.status_code == 200, told.text
+                if told.json()["status"] == "completed":
+                    break
+                await asyncio.sleep(0.01)
+            took["job"].append(time.monotonic() - began)
+
+        with held(empty_url, reader):
+            migrating = asyncio.create_task(
+                asyncio.to_thread(migrate, empty_url, "cronlock", wait=timedelta(seconds=30), report=lines.append)
+            )
+            while len(lines) < 2:
+                await one()
+            assert not migrating.done()
+        assert max(took["job"]) > 0.5, "one came behind the migration"
+        for what, durations in took.items():
+            assert max(durations) < 3.5, f"{what}: as long as the migration waits for its lock, and no longer"
+        assert ((done := await migrating).before, done.after) == (REVISION, NEXT)
+        await one()
+    assert revisions(db) == [NEXT]
+    found = db.execute("SELECT id, status, attempts FROM cronlock.job_history ORDER BY id").fetchall()
+    assert found == [(job_id, "completed", 1) for job_id in ids]
     assert is_quiet(db)
 
 

@@ -17,6 +17,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 from sqlalchemy import Connection, create_engine
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from cronlock import Cronlock, Run, migrate
@@ -146,6 +147,49 @@ def test_one_step_down_keeps_the_history_of_a_thousand_runs(empty_url: str, db: 
     migrate.migrate(empty_url, "cronlock")
     assert history(db) == made
     assert db.execute(HEALTH).fetchall() == health
+
+
+JOBS_AND_WORDS = {
+    "job": "INSERT INTO cronlock.job (task, queue, payload, trigger, max_attempts) SELECT 'a', 'b', '{}', 'http', 5",
+    "job_waiting": "INSERT INTO cronlock.job_waiting (id, task, queue, payload, trigger, max_attempts, run_at)"
+    " SELECT nextval('cronlock.job_id'), 'a', 'b', '{}', 'http', 5, now()",
+    "job_history": "INSERT INTO cronlock.job_history (id, task, queue, priority, payload, trigger, max_attempts,"
+    " attempts, losses, enqueued_at, run_at, status)"
+    " SELECT nextval('cronlock.job_id'), 'a', 'b', 0, '{}', 'http', 5, 1, 0, now(), now(),"
+    " (ARRAY['completed', 'failed', 'cancelled'])[n % 3 + 1]",
+    "invalidation": "INSERT INTO cronlock.invalidation (target, keys, tags, paths, task)"
+    " SELECT 'site', '{k}', '{}', '{}', 'a'",
+}
+
+
+def test_one_step_down_is_refused_with_a_reason_while_there_are_jobs_that_it_could_not_keep(
+    empty_url: str, db: Db
+) -> None:
+    migrate.migrate(empty_url, "cronlock")
+    for insert in JOBS_AND_WORDS.values():
+        db.execute(f"{insert} FROM generate_series(1, 250) n")
+    with pytest.raises(DBAPIError, match="500 live ones and 250 that have ended, and 250 invalidations"):
+        alembic(empty_url, "cronlock", "downgrade", "0002")
+    assert db.execute("SELECT version_num FROM cronlock.alembic_version").fetchall() == [(REVISION,)]
+    for table in JOBS_AND_WORDS:
+        assert db.execute(f"SELECT count(*) FROM cronlock.{table}").fetchone() == (250,)
+
+
+@pytest.mark.parametrize("table", JOBS_AND_WORDS)
+def test_one_row_is_enough_to_refuse_a_step_down_and_what_was_delivered_is_not(
+    empty_url: str, db: Db, table: str
+) -> None:
+    migrate.migrate(empty_url, "cronlock")
+    db.execute(f"{JOBS_AND_WORDS[table]} FROM generate_series(1, 1) n")
+    with pytest.raises(DBAPIError, match="cannot keep jobs"):
+        alembic(empty_url, "cronlock", "downgrade", "0002")
+    db.execute(f"DELETE FROM cronlock.{table}")
+    db.execute(f"{JOBS_AND_WORDS['invalidation']} FROM generate_series(1, 9) n")
+    db.execute("UPDATE cronlock.invalidation SET delivered_at = now()")
+    alembic(empty_url, "cronlock", "downgrade", "0002")
+    assert db.execute("SELECT version_num FROM cronlock.alembic_version").fetchall() == [("0002",)]
+    migrate.migrate(empty_url, "cronlock")
+    assert db.execute("SELECT count(*) FROM cronlock.job_status").fetchone() == (0,)
 
 
 HEALTH = "SELECT task, last_run_id, last_status, last_completed_id FROM cronlock.task_health"

@@ -15,8 +15,9 @@ import pytest
 from cronlock import Cronlock, Run, Unavailable, jobs, recovery, runs
 from cronlock.models import REVISION
 from cronlock.process import Process
-from tests import value
+from tests import until, value
 from tests.commands import Running, cronlock, environment
+from tests.working import live, put, working
 
 pytestmark = pytest.mark.anyio
 Make = Callable[..., Cronlock]
@@ -269,6 +270,124 @@ async def test_two_pruners_of_jobs_and_keys_at_once_delete_each_once(make_cron: 
     assert sum(number for number, _ in found) + left == 8000
 
 
+async def test_pruning_touches_no_live_job_however_old_and_goes_past_rows_that_another_has_locked(
+    make_cron: Make, database_url: str, db: Db
+) -> None:
+    put(db, "a", jobs=3)
+    db.execute(
+        "INSERT INTO cronlock.job_waiting SELECT id, task, queue, priority, payload, trigger, occurrence,"
+        " idempotency_key, cron_key, max_attempts, attempts, losses, enqueued_at, now() FROM cronlock.job"
+    )
+    db.execute(
+        "UPDATE cronlock.job SET id = nextval('cronlock.job_id'), lease_token = CASE WHEN id > 1 THEN"
+        " gen_random_uuid() END, lease_until = CASE WHEN id > 1 THEN now() + interval '1 h' END"
+    )
+    for table in ("job", "job_waiting"):
+        db.execute(f"UPDATE cronlock.{table} SET enqueued_at = now() - interval '3 years', run_at = now()")
+    old_jobs(db, "completed", "2 years", 20, tries=1)
+    async with connected(make_cron()) as process:
+        with psycopg.connect(database_url) as other:
+            other.execute("SELECT FROM cronlock.job_history ORDER BY id LIMIT 8 FOR UPDATE")
+            async with asyncio.timeout(2):
+                assert await recovery.prune_jobs(process.database) == (12, None)
+            other.rollback()
+        assert await recovery.prune_jobs(process.database) == (8, None)
+    left = {name: value(db, f"SELECT count(*) FROM cronlock.{name}") for name in ("job", "job_waiting", "job_attempt")}
+    assert left == {"job": 3, "job_waiting": 3, "job_attempt": 0}
+
+
+async def test_jobs_are_pruned_window_by_window_the_oldest_first(
+    make_cron: Make, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "WINDOW", 10)
+    old_jobs(db, "completed", "30 days", 25)
+    old_jobs(db, "completed", "1 hour", 40)
+    found, after = [], 0
+    async with connected(make_cron()) as process:
+        while True:
+            deleted, following = await recovery.prune_jobs(process.database, after)
+            found.append((deleted, following, value(db, "SELECT min(id) FROM cronlock.job_history")))
+            if following is None:
+                break
+            after = following
+    assert found == [(10, 10, 11), (10, 20, 21), (5, 30, 26), (0, None, 26)]
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(900)
+async def test_a_million_old_jobs_go_in_short_transactions_while_a_queue_works(
+    make_cron: Make, database_url: str, db: Db, tmp_path: Path
+) -> None:
+    """Two commands prune; one is ended in the middle, and the other goes on. Claims are not late for it."""
+    old_jobs(db, "completed", "100 days", 900_000)
+    old_jobs(db, "failed", "100 days", 100_000, tries=1)
+    put(db, "nobody", jobs=10)
+    db.execute("VACUUM ANALYZE cronlock.job_history")
+    db.execute(f"ALTER DATABASE {db.info.dbname} SET statement_timeout = '5s'")
+    left = "SELECT min(id) FROM cronlock.job_history WHERE task = 'a'"
+    cron = make_cron(recover_interval="1h")
+    cron.task("nightly", mode="guard")(lambda run: None)
+    env = environment(DATABASE_URL=database_url)
+
+    async def work() -> None:
+        await cron.enqueue(None, "nightly")
+        await asyncio.sleep(0.05)
+
+    async with working(cron):
+        with Running("prune", cwd=tmp_path, env=env) as first, Running("prune", cwd=tmp_path, env=env) as second:
+            while (reached := value(db, left) or 0) < 200_000:
+                await work()
+            first.send(signal.SIGTERM)
+            assert first.ends() != 0
+            assert (value(db, left) or reached) >= reached, "what it deleted stays deleted"
+            while second.process.poll() is None:
+                await work()
+            assert second.process.returncode == 0, second.said
+        await until(lambda: live(db) == 10, "all but those that nobody has a task for")
+    # What the first had locked when it was ended, the second has passed over.
+    again = cronlock("prune", "--json", cwd=tmp_path, DATABASE_URL=database_url)
+    assert json.loads(again.stdout)["rows"] <= jobs.WINDOW
+    assert job_counts(db).keys() == {"completed"}
+    late = "SELECT percentile_disc(0.95) WITHIN GROUP (ORDER BY started_at - run_at) FROM cronlock.job_history"
+    assert value(db, late).total_seconds() < 0.5
+    assert value(db, "SELECT count(*) FROM cronlock.job_attempt") == 0
+
+
+def old_words(db: Db, number: int, age: str, *, is_delivered: bool) -> None:
+    """Write invalidations of `age` ago."""
+    db.execute(
+        """INSERT INTO cronlock.invalidation (target, keys, tags, paths, task, created_at, delivered_at)
+           SELECT 'site-' || n %% 3, '{k}', '{}', '{}', 'a', now() - %s::interval, CASE WHEN %s THEN now() END
+             FROM generate_series(1, %s) n""",
+        (age, is_delivered, number),
+    )
+
+
+def test_the_command_prunes_invalidations_window_by_window_past_those_that_are_locked(
+    database_url: str, db: Db, tmp_path: Path
+) -> None:
+    old_words(db, 1500, "8 days", is_delivered=True)
+    old_words(db, 700, "8 days", is_delivered=False)
+    old_words(db, 30, "1 day", is_delivered=False)
+
+    def prune(*arguments: str) -> Any:
+        done = cronlock("prune", *arguments, "--json", cwd=tmp_path, DATABASE_URL=database_url)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found["rows"], {each["status"]: each["rows"] for each in found["invalidationsByStatus"]}
+
+    assert prune("--dry-run") == (2200, {"delivered": 1500, "undelivered": 700})
+    assert value(db, "SELECT count(*) FROM cronlock.invalidation") == 2230
+    with psycopg.connect(database_url) as other:
+        other.execute("SELECT FROM cronlock.invalidation ORDER BY id LIMIT 10 FOR UPDATE")
+        assert prune() == (2190, {"delivered": 1490, "undelivered": 700})
+        other.rollback()
+    shown = cronlock("prune", "--dry-run", cwd=tmp_path, DATABASE_URL=database_url)
+    assert shown.stdout == "10 rows would be deleted (10 delivered invalidations)\n"
+    shown = cronlock("prune", cwd=tmp_path, DATABASE_URL=database_url, CRONLOCK_RETENTION_INVALIDATED="1h")
+    assert shown.stdout == "40 rows deleted (10 delivered, 30 undelivered invalidations)\n"
+
+
 def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp_path: Path) -> None:
     old(db, "a", "skipped", "9 days", 12_000)
     old(db, "a", "timed_out", "100 days", 3)
@@ -285,8 +404,9 @@ def test_the_command_counts_deletes_and_says_what(database_url: str, db: Db, tmp
     old_keys(db, 6000, "-1 s")
     by_status = [{"status": "skipped", "rows": 12_000}, {"status": "timed_out", "rows": 3}]
     jobs_by_status = [{"status": "completed", "rows": 7000}, {"status": "failed", "rows": 2}]
-    found = {"byStatus": by_status, "jobsByStatus": jobs_by_status}
-    assert prune("--dry-run") == {"rows": 19_005, "isDryRun": True, "keys": 0, **found}
+    found = {"byStatus": by_status, "jobsByStatus": jobs_by_status, "invalidationsByStatus": []}
+    assert prune("--dry-run") == {"rows": 25_005, "isDryRun": True, "keys": 6000, **found}
+    assert value(db, "SELECT count(*) FROM cronlock.idempotency_key") == 6000
     assert counts(db)["a", "skipped"] == 12_000
     assert job_counts(db) == {"completed": 7010, "failed": 2}
     assert prune() == {"rows": 25_005, "isDryRun": False, "keys": 6000, **found}

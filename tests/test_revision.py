@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cronlock import Run, Unavailable, migrate, revision
+from cronlock import Retry, Run, Unavailable, migrate, revision
 from cronlock.errors import MigrationError
 from cronlock.models import REVISION
-from tests import Db, Make, rows, serving
+from tests import Db, Make, rows, serving, value
 from tests.commands import cronlock as command
+from tests.working import APP, all_ended, live, working
 
 pytestmark = pytest.mark.anyio
 
@@ -119,6 +120,81 @@ async def test_code_before_the_newest_migration_goes_on_while_that_is_rolled_out
     assert rows(db, "nightly") == [("completed", None)] * 3
     assert command("runs", "list", cwd=tmp_path, DATABASE_URL=database_url).returncode == 0
     assert command("recover", cwd=tmp_path, DATABASE_URL=database_url).returncode == 0
+
+
+JOBS = """
+INSERT INTO cronlock.job (id, task, queue, payload, trigger, max_attempts, attempts, lease_token, lease_until, worker)
+SELECT nextval('cronlock.job_id'), (ARRAY['work', 'failing', 'flaky'])[n % 3 + 1], 'default', '{}', 'manual', 5, n % 2,
+       CASE n % 2 WHEN 1 THEN gen_random_uuid() END, CASE n % 2 WHEN 1 THEN now() - interval '1 s' END,
+       CASE n % 2 WHEN 1 THEN gen_random_uuid() END
+  FROM generate_series(1, 400) n;
+INSERT INTO cronlock.job_waiting (id, task, queue, payload, trigger, max_attempts, run_at)
+SELECT nextval('cronlock.job_id'), 'work', 'default', '{}', 'http', 5, now() FROM generate_series(1, 300);
+INSERT INTO cronlock.job_history (id, task, queue, priority, payload, trigger, max_attempts, attempts, losses,
+       enqueued_at, run_at, status)
+SELECT nextval('cronlock.job_id'), 'work', 'default', 0, '{}', 'http', 5, 5, 0, now(), now(),
+       (ARRAY['completed', 'failed', 'cancelled'])[n % 3 + 1]
+  FROM generate_series(1, 300) n;
+"""
+"""A thousand jobs: queued, dropped by a worker that is gone, waiting, and each way to end."""
+
+
+async def test_workers_before_the_newest_migration_end_a_thousand_jobs_while_that_is_rolled_out(
+    make_cron: Make, db: Db, caplog: pytest.LogCaptureFixture
+) -> None:
+    running, started_after = make_cron(), make_cron()
+    for cron in (running, started_after):
+
+        @cron.task("work")
+        async def work(run: Run) -> None:
+            await run.driver.execute("SELECT 1")
+
+        @cron.task("failing", mode="guard")
+        async def failing(run: Run) -> None:
+            raise ValueError("on purpose")
+
+        @cron.task("flaky", mode="guard")
+        async def flaky(run: Run) -> None:
+            if run.attempt < 3:
+                raise Retry(after=0.01)
+
+    async with working(running):
+        await running.enqueue_many(None, "work", [{}] * 5)  # every statement of this worker is prepared by now
+        await all_ended(db)
+        db.execute("TRUNCATE cronlock.job_history")
+        for table in ("job", "job_waiting", "job_history", "job_attempt", "idempotency_key", "worker"):
+            db.execute(f"ALTER TABLE cronlock.{table} ADD COLUMN wider integer NOT NULL DEFAULT 7")
+        add_a_migration(db)
+        async with working(started_after), serving(started_after.app()) as client:
+            db.execute(JOBS)
+            first = await client.post("/jobs/work", headers={"idempotency-key": "one"})
+            again = await client.post("/jobs/work", headers={"idempotency-key": "one"})
+            assert (first.status_code, again.json()) == (202, {**first.json(), "duplicate": True})
+            await running.enqueue_many(None, "work", [{}] * 99, delay="50ms")
+            assert await all_ended(db, 30) == {"completed": 766, "failed": 234, "cancelled": 100}
+            told = await client.get(f"/jobs/{first.json()['jobId']}")
+            assert told.json()["status"] == "completed"
+    by = "SELECT count(DISTINCT worker) FROM cronlock.job_history WHERE worker IS NOT NULL"
+    assert value(db, by) == 2
+    assert [record.getMessage() for record in caplog.records if record.name == "cronlock.worker"] == []
+
+
+@refused
+async def test_neither_an_enqueue_nor_a_worker_begins_with_another_schema(
+    make_cron: Make, db: Db, database_url: str, tmp_path: Path, found: list[str], reason: str, told: list[str]
+) -> None:
+    set_revisions(db, found)
+    cron = make_cron()
+    cron.task("work")(lambda run: None)
+    async with serving(cron.app()) as client:
+        answer = await client.post("/jobs/work")
+        assert (answer.status_code, answer.json()["reason"]) == (503, reason)
+    done = command("worker", APP, cwd=tmp_path, DATABASE_URL=database_url)
+    assert done.returncode == 5
+    for part in told:
+        assert part in " ".join(done.stderr.split())
+    assert live(db) == 0
+    assert value(db, "SELECT count(*) FROM cronlock.worker") == 0
 
 
 def test_migrating_with_the_code_before_leaves_the_next_revision_and_refuses_one_further_ahead(

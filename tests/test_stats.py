@@ -96,6 +96,78 @@ def test_after_a_million_skips_every_look_takes_less_than_half_a_second(db: Db) 
         assert min(durations) < 0.5, name
 
 
+JOBS = """
+INSERT INTO cronlock.job_history (id, task, queue, priority, payload, trigger, max_attempts, attempts, losses,
+       enqueued_at, run_at, started_at, finished_at, status, error_type, error_message)
+SELECT nextval('cronlock.job_id'), 't-' || n %% 200, 'default', 0, jsonb_build_object('text', repeat('x', 2000)),
+       'http', 5, 1, 0, now() - interval '20 days' + n * interval '1 ms', now(), now(),
+       now() - interval '20 days' + n * interval '1 ms', CASE WHEN n %% 24 = 0 THEN 'failed' ELSE 'completed' END,
+       CASE WHEN n %% 24 = 0 THEN 'ValueError' END, CASE WHEN n %% 24 = 0 THEN 'on purpose' END
+  FROM generate_series(1, %(ended)s) n;
+INSERT INTO cronlock.job_attempt (job_id, attempt, status)
+SELECT h.id, 1, 'failed' FROM cronlock.job_history h WHERE h.status = 'failed';
+INSERT INTO cronlock.job (task, queue, payload, trigger, max_attempts)
+SELECT 't-' || n %% 200, 'default', jsonb_build_object('text', repeat('x', 2000)), 'http', 5
+  FROM generate_series(1, %(live)s) n;
+INSERT INTO cronlock.job_waiting (id, task, queue, payload, trigger, max_attempts, run_at)
+SELECT nextval('cronlock.job_id'), 't-' || n %% 200, 'default', '{}', 'http', 5, now() + interval '1 day'
+  FROM generate_series(1, %(live)s) n
+"""
+
+JOB_LOOKS: dict[str, Callable[[psycopg.Connection[Any]], Any]] = {
+    "jobs": lambda db: stats.list_jobs(db, "cronlock"),
+    "an early page": lambda db: stats.list_jobs(db, "cronlock", before=500),
+    "the last page": lambda db: stats.list_jobs(db, "cronlock", before=20),
+    "those that failed": lambda db: stats.list_jobs(db, "cronlock", status="failed"),
+    "those that completed": lambda db: stats.list_jobs(db, "cronlock", status="completed"),
+    "queued ones": lambda db: stats.list_jobs(db, "cronlock", status="queued"),
+    "of a task": lambda db: stats.list_jobs(db, "cronlock", task="t-7"),
+    "of a task that has none": lambda db: stats.list_jobs(db, "cronlock", task="none"),
+    "its failed ones": lambda db: stats.list_jobs(db, "cronlock", task="t-7", status="failed"),
+    "of a queue": lambda db: stats.list_jobs(db, "cronlock", queue="default"),
+    "a job": lambda db: stats.job(db, "cronlock", 24),
+    "workers": lambda db: stats.workers(db, "cronlock"),
+    "all gauges": lambda db: stats.gauges(db, "cronlock"),
+}
+
+
+def fill_jobs(db: Db, ended: int, live: int) -> None:
+    """Jobs of 200 tasks with long payloads: those that ended, one in 24 of which failed, and those that are live."""
+    with psycopg.ClientCursor(db) as cursor:
+        cursor.execute(JOBS, {"ended": ended, "live": live})
+    for table in ("job_history", "job_attempt", "job", "job_waiting"):
+        db.execute(f"VACUUM ANALYZE cronlock.{table}")
+
+
+def test_no_look_at_jobs_reads_all_that_have_ended(db: Db, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "HISTORY_LOOK", 2000)
+    fill_jobs(db, 40_000, 200)
+    query = """SELECT sum(seq_scan), sum(idx_tup_fetch) FROM pg_stat_all_tables
+        WHERE relid IN ('cronlock.job_history'::regclass, 'cronlock.job_attempt'::regclass)"""
+    for name, look in JOB_LOOKS.items():
+        found = []
+        for does_look in (False, True):
+            if does_look:
+                look(db)
+            db.execute("SELECT pg_stat_force_next_flush()")
+            found.append(db.execute(query).fetchone())
+        (before, fetched), (after, more) = found  # type: ignore[misc]
+        assert (after, more - fetched <= 4000) == (before, True), (name, after - before, more - fetched)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+def test_with_a_million_jobs_every_look_takes_less_than_half_a_second(db: Db) -> None:
+    fill_jobs(db, 990_000, 5_000)
+    for name, look in JOB_LOOKS.items():
+        durations = []
+        for _ in range(5):
+            started = time.perf_counter()
+            look(db)
+            durations.append(time.perf_counter() - started)
+        assert sorted(durations)[-2] < 0.5, name
+
+
 def test_completed_runs_of_all_tasks_are_listed_in_order_and_in_pages(db: Db) -> None:
     fill(db, 10, 100, 7)
     db.execute("DELETE FROM cronlock.task WHERE name = 't-3'")

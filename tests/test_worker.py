@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import psycopg
 import pytest
@@ -697,6 +697,49 @@ async def test_a_lease_that_cannot_be_renewed_stops_the_code_and_the_job_goes_to
         await until(lambda: told(caplog, "job.lease_lost"), "the loser says so", 10)
         (again,) = put(db, "work")
         await until(lambda: status(db, again) is not None and (status(db, again) or ("",))[0] != "queued", "and works")
+
+
+@pytest.mark.parametrize("mode", ["guard", "transaction"])
+async def test_a_row_that_somebody_keeps_locked_is_not_believed_to_be_renewed_and_its_code_is_stopped_in_time(
+    make_cron: Make, database_url: str, db: Db, effect: None, mode: Literal["guard", "transaction"]
+) -> None:
+    """The lease of the other job of its claim is renewed; and nobody takes the locked one before it can be written."""
+    cron = make_cron(lease="2s", presence_grace="2s")
+    stopped: list[float] = []
+
+    @cron.task("work", mode=mode)
+    async def work(run: Run, payload: dict[str, float]) -> None:
+        if mode == "transaction":
+            await run.driver.execute(WRITE, (run.id, run.attempt, "done"))
+        try:
+            await asyncio.sleep(payload["seconds"] if run.attempt == 1 else 0)
+        except asyncio.CancelledError:
+            stopped.append(time.monotonic())
+            raise
+
+    left = "SELECT extract(epoch FROM lease_until - clock_timestamp())::float8 FROM cronlock.job WHERE id = %s"
+    async with working(cron) as crew:
+        kept, goes = await cron.enqueue_many(None, "work", [{"seconds": 30}, {"seconds": 6}])
+        await until(lambda: len([one for one in crew.worker.running.values() if one.code]) == 2, "both run")
+        running = crew.worker.running
+        assert running[kept.job_id].token == running[goes.job_id].token, "both are of one claim"
+        await asyncio.sleep(0.3)
+        with psycopg.connect(database_url) as other:
+            other.execute("SELECT FROM cronlock.job WHERE id = %s FOR UPDATE", (kept.job_id,))
+            locked, is_held = time.monotonic(), value(db, left, kept.job_id)
+            while time.monotonic() < locked + 4:
+                for one in list(running.values()):
+                    believed = one.lease.until - time.monotonic()
+                    assert believed <= value(db, left, one.run_id) + 0.01
+                await asyncio.sleep(0.05)
+            assert len(stopped) == 1
+            assert stopped[0] - locked < is_held, "it was stopped before its lease had run out"
+            assert status(db, kept.job_id) == ("processing", 1, None), "and is nobody else's while it is locked"
+        assert await all_ended(db, 15) == {"completed": 2}
+    assert len(stopped) == 1
+    assert status(db, kept.job_id) == ("completed", 2, None)
+    assert status(db, goes.job_id) == ("completed", 1, None)
+    assert len(effects(db, kept.job_id)) == (mode == "transaction")
 
 
 async def test_a_task_that_gives_its_first_statement_up_and_goes_on_loses_nothing(

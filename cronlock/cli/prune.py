@@ -26,7 +26,8 @@ def prune(
 
     Skipped runs are kept CRONLOCK_RETENTION_SKIPPED (7d), completed runs and jobs CRONLOCK_RETENTION_COMPLETED (28d),
     all others CRONLOCK_RETENTION_FAILED (90d). What has not ended, and a task's last run and last completed run, stay.
-    Idempotency keys go when they have expired. Goes through the tables in small transactions, oldest first; stop it at
+    Idempotency keys go when they have expired, invalidations after CRONLOCK_RETENTION_INVALIDATED (7d), delivered or
+    not. Goes through the tables in small transactions, oldest first; stop it at
     any time, and what it has deleted stays deleted.
 
     Examples: `cronlock prune --dry-run` · `CRONLOCK_RETENTION_SKIPPED=1d cronlock prune`
@@ -34,7 +35,12 @@ def prune(
     settings = connecting.settings()
     from cronlock import stats, steering
 
-    totals: dict[str, Counter[str]] = {"runs": Counter(), "jobs": Counter(), "keys": Counter()}
+    totals: dict[str, Counter[str]] = {
+        "runs": Counter(),
+        "jobs": Counter(),
+        "keys": Counter(),
+        "invalidations": Counter(),
+    }
     done = "would be deleted" if is_dry else "deleted"
     schema, retentions = settings.schema_name, settings.retentions()
 
@@ -43,9 +49,11 @@ def prune(
             yield "runs", after, numbers
         for after, numbers in steering.prune_jobs(connection, schema, retentions, is_dry=is_dry):
             yield "jobs", after, numbers
-        if not is_dry:
-            for number in steering.prune_keys(connection, schema):
-                yield "keys", 0, Counter({"expired": number} if number else {})
+        for number in steering.prune_keys(connection, schema, is_dry=is_dry):
+            yield "keys", 0, Counter({"expired": number} if number else {})
+        kept = settings.retention_invalidated.total_seconds()
+        for after, numbers in steering.prune_invalidations(connection, schema, kept, is_dry=is_dry):
+            yield "invalidations", after, numbers
 
     with connecting.connect(settings) as connection, output.progress(f"rows {done}") as tell:
         before = stats.STATEMENT_TIMEOUT.set(LIMIT)
@@ -71,6 +79,7 @@ def prune(
                 "by_status": each["runs"],
                 "jobs_by_status": each["jobs"],
                 "keys": totals["keys"].total(),
+                "invalidations_by_status": each["invalidations"],
             }
         )
         return
@@ -78,9 +87,12 @@ def prune(
 
 
 def shown(totals: "dict[str, Counter[str]]") -> str:
-    """What they were: runs by their status, then jobs, then keys."""
+    """What they were: runs by their status, then jobs, then keys, then invalidations."""
     told = [", ".join(f"{rows:,} {status}" for status, rows in sorted(totals["runs"].items()))]
     told += [", ".join(f"{rows:,} {status}" for status, rows in sorted(totals["jobs"].items())) + " jobs"]
     told += [f"{totals['keys'].total():,} idempotency keys"]
+    told += [
+        ", ".join(f"{rows:,} {status}" for status, rows in sorted(totals["invalidations"].items())) + " invalidations"
+    ]
     kept = [text for text, total in zip(told, totals.values(), strict=True) if total]
     return f" ({'; '.join(kept)})" if kept else ""

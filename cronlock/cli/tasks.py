@@ -1,15 +1,21 @@
 """`cronlock tasks`."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cronlock.cli import connecting, output
 from cronlock.cli.options import App, Json, app_of
 
-COLUMNS = ("task", "schedule", "paused", "last status", "last run", "p50", "p95", "skip rate")
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+COLUMNS = ("task", "schedule", "options", "paused", "last status", "last run", "p50", "p95", "skip rate")
 
 
 def tasks(app: App = None, is_json: Json = False) -> None:
-    """Show the tasks: schedule, whether paused, last run, usual durations, rate of skipped calls.
+    """Show the tasks: schedule, options, whether paused, last run, usual durations, rate of skipped calls.
+
+    Of the options the table shows what is not as usual: mode, queue, attempts, `key`, slots (`max_concurrent`) and
+    `min_interval`; --json has them all.
 
     Without APP, those that servers have registered in the database. With APP, those that it registers, beside the
     others; they are shown also if the database cannot be reached.
@@ -56,13 +62,44 @@ def merged(reference: str) -> list[dict[str, Any]]:
             "timezone": task.timezone if task.schedule else None,
             "mode": task.mode,
             "lock_name": task.lock.name,
-            "timeout_ms": task.timeout and int(task.timeout.total_seconds() * 1000),
+            "timeout_ms": milliseconds(task.timeout),
+            "queue": task.queue,
+            "max_attempts": task.max_attempts,
+            "key": task.key.template if task.key else None,
+            "max_concurrent": task.max_concurrent,
+            "min_interval_ms": milliseconds(task.min_interval),
             "is_registered": True,
         }
         for task in cron.tasks
     }
     others = [{**row, "is_registered": False} for name, row in rows.items() if name not in registered]
     return [*(registered[name] for name in sorted(registered)), *others]
+
+
+def milliseconds(duration: "timedelta | None") -> int | None:
+    """A span as a whole number."""
+    return None if duration is None else round(duration.total_seconds() * 1000)
+
+
+def options(row: dict[str, Any]) -> str | None:
+    """What a task has that is not as usual; a server of an older release may not have said all of it."""
+    from cronlock.explain import span
+    from cronlock.tasks import Task
+
+    told = []
+    if (mode := row.get("mode")) and mode != Task.mode:
+        told.append(f"{mode} mode")
+    if (queue := row.get("queue")) and queue != Task.queue:
+        told.append(f"queue {queue}")
+    if (attempts := row.get("max_attempts")) and attempts != Task.max_attempts:
+        told.append(f"{attempts} attempts" if attempts > 1 else "1 attempt")
+    if key := row.get("key"):
+        told.append(f"key {key}")
+    if (slots := row.get("max_concurrent") or 1) > 1:
+        told.append(f"{slots} slots")
+    if interval := row.get("min_interval_ms"):
+        told.append(f"{span(interval)} apart")
+    return ", ".join(told) or None
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -77,6 +114,7 @@ def cells(row: dict[str, Any]) -> tuple[Any, ...]:
     return (
         row["task"],
         f"{row['schedule']}{f' {zone}' if zone and zone != 'UTC' else ''}" if row["schedule"] else None,
+        options(row),
         paused,
         row.get("last_status"),
         row.get("last_started_at"),

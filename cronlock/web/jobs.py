@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 
 OPTIONS = ("delay", "run_at", "priority")
 LARGEST_ID = 2**63 - 1
-OPEN = (
-    *("job_id", "task", "status", "attempts", "max_attempts", "enqueued_at", "run_at", "started_at", "finished_at"),
-    *("progress_done", "progress_total"),
-)
-"""What whoever may enqueue sees of a job."""
 
 
 class JobsEndpoint:
@@ -80,10 +75,10 @@ class JobsEndpoint:
 
     async def _read(self, job_id: int, is_admin: bool) -> Answer:
         process = await self._cron.open()
-        row = await process.inspector.ask(stats.job, job_id)
+        row = await (process.inspector.ask(stats.job, job_id) if is_admin else process.polls.job(job_id))
         if row is None:
             return plain(404, "not_found", reason=f"there is no job {job_id}; it may have been pruned")
-        told = explain.job_document(row) if is_admin else {name: row[name] for name in OPEN}
+        told = explain.job_document(row) if is_admin else row
         return Answer(200, row["status"], documents.dump(told).encode())
 
 

@@ -240,6 +240,25 @@ COMMENT ON VIEW {schema}.job_status IS
 'Every job there is, whether it waits, is under way or has ended. Ask for one id, or for few: history may be long.';
 """
 
+# The revision before has no place for jobs and for what is said to be stale: nobody's work is dropped by the way.
+REFUSE_TO_DROP = """
+DO $$
+DECLARE
+    live bigint; ended bigint; stale bigint;
+BEGIN
+    LOCK TABLE {schema}.job, {schema}.job_waiting, {schema}.job_history, {schema}.invalidation IN ACCESS EXCLUSIVE MODE;
+    SELECT (SELECT count(*) FROM {schema}.job) + (SELECT count(*) FROM {schema}.job_waiting) INTO live;
+    SELECT count(*) FROM {schema}.job_history INTO ended;
+    SELECT count(*) FROM {schema}.invalidation i WHERE i.delivered_at IS NULL INTO stale;
+    IF live + ended + stale > 0 THEN
+        RAISE EXCEPTION USING MESSAGE = format('cronlock: revision 0002 cannot keep jobs, and there are %s live ones'
+            ' and %s that have ended, and %s invalidations to deliver', live, ended, stale),
+            HINT = 'Stay at 0003, whose tables the code before does not touch; or copy what is needed, and delete the'
+            ' rows of job, job_waiting, job_history and invalidation.', ERRCODE = '55006';
+    END IF;
+END $$
+"""
+
 
 def quoted() -> str:
     name: str = context.config.attributes["schema"]
@@ -263,6 +282,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    execute(REFUSE_TO_DROP)
     run("""
 DROP TABLE {schema}.cache_version, {schema}.invalidation_target, {schema}.invalidation;
 DROP VIEW {schema}.job_status;

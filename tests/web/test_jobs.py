@@ -349,6 +349,49 @@ async def test_a_task_says_itself_what_makes_two_jobs_one(cron: Cronlock, db: Db
 
 # -- what is seen ------------------------------------------------------------------------------------------------
 
+
+async def test_two_hundred_polls_at_once_are_all_answered_each_with_its_own_job(
+    cron: Cronlock, make_cron: Make, db: Db
+) -> None:
+    async with serving(cron.app()) as client:
+        made = await cron.enqueue_many(None, "echo", [{"n": n} for n in range(40)])
+        async with at_work(make_cron):
+            await ended(client, made[-1].job_id, "completed")
+        made += await cron.enqueue_many(None, "echo", [{}] * 40)
+        made += await cron.enqueue_many(None, "echo", [{}] * 20, delay="1h")
+        ids = [one.job_id for one in made] * 2
+        answers = await asyncio.gather(*(client.get(f"/jobs/{job_id}") for job_id in [*ids, 10**9]))
+        assert [answer.status_code for answer in answers] == [200] * 200 + [404]
+        assert [answer.json()["jobId"] for answer in answers[:-1]] == ids
+        status = [answer.json()["status"] for answer in answers[:-1]]
+        assert status == (["completed"] * 40 + ["queued"] * 60) * 2
+        whole = (await client.get(f"/jobs/{ids[0]}", headers=bearer(ADMIN))).json()
+        assert answers[0].json() == {name: whole[name] for name in OPEN}
+        (moment,) = db.execute("SELECT finished_at FROM cronlock.job_history WHERE id = %s", (ids[0],)).fetchall()
+        assert datetime.fromisoformat(answers[0].json()["finishedAt"]) == moment[0].replace(
+            microsecond=moment[0].microsecond // 1000 * 1000
+        )
+        db.execute("DELETE FROM cronlock.job_history WHERE id = %s", (ids[0],))
+        assert (await client.get(f"/jobs/{ids[0]}")).status_code == 404, "nothing is kept"
+
+
+async def test_polls_are_503_without_a_database_and_go_on_with_it(make_cron: Make, db: Db) -> None:
+    cron = make_cron(acquire_timeout="500ms")
+    add_tasks(cron)
+    async with serving(cron.app()) as client:
+        job = await cron.enqueue(None, "echo")
+        assert (await client.get(f"/jobs/{job.job_id}")).status_code == 200
+        db.execute("ALTER VIEW cronlock.job_status RENAME TO away")
+        answers = await asyncio.gather(*(client.get(f"/jobs/{job.job_id}") for _ in range(30)))
+        assert {(answer.status_code, answer.json()["reason"]) for answer in answers} == {(503, "schema_unknown")}
+        db.execute("ALTER VIEW cronlock.away RENAME TO job_status")
+        with db.transaction():
+            db.execute("LOCK TABLE cronlock.job_history IN ACCESS EXCLUSIVE MODE")
+            answer = await client.get(f"/jobs/{job.job_id}")
+            assert (answer.status_code, answer.json()["status"]) == (503, "unavailable")
+        assert (await client.get(f"/jobs/{job.job_id}")).json()["status"] == "queued"
+
+
 OPEN = {
     *("jobId", "task", "status", "attempts", "maxAttempts", "enqueuedAt", "runAt", "startedAt", "finishedAt"),
     *("progressDone", "progressTotal"),
