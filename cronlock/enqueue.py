@@ -103,13 +103,15 @@ def order(
             raise PayloadError("run_at is a time with its time zone, and excludes delay")
         if not 1970 < run_at.year < 9999 or run_at > datetime.now(UTC) + LONGEST_DELAY:
             raise PayloadError(f"run_at is at most {LONGEST_DELAY.days} days from now")
-    if keys is None and task.dedupe is not None:
+    is_derived = keys is None and task.dedupe is not None
+    if is_derived:
         keys = [derived_key(task, payload) for payload, _ in plain]
     if keys is not None and len(keys) != len(plain):
         raise PayloadError(f"there must be as many idempotency keys as payloads, not {len(keys)} for {len(plain)}")
     for key in keys or ():
         if fault := occurrence_fault(key):
-            raise PayloadError(f"the idempotency key {fault}")
+            made = f"that dedupe of the task {task.name!r} makes of this payload " if is_derived else ""
+            raise PayloadError(f"the idempotency key {made}{fault}")
     is_later = run_at is not None or delay is not None
     return Order(task, [text for _, text in plain], list(keys or ()), options, is_later)
 

@@ -74,7 +74,9 @@ class IdempotencyKeyInUse(CronlockError):
     retry_after = 1
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"the idempotency key {key!r} is being used by another transaction that has not ended")
+        super().__init__(
+            f"the idempotency key {key!r} is being used by another transaction that has not ended; try again"
+        )
         self.key = key
 
 

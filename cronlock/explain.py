@@ -298,7 +298,7 @@ def explain_job(job: Mapping[str, Any]) -> Why:
         case "failed":
             return Why("failed", f"failed in {attempt}: {error or 'its error was not written'}")
         case "cancelled":
-            return Why("cancelled", f"cancelled after {job['attempts']} attempts: {error}")
+            return Why("cancelled", f"cancelled after {job['attempts']} attempt{'s' * (job['attempts'] != 1)}: {error}")
         case "processing":
             return processing(job, attempt)
     left = f"attempt {job['attempts'] + 1} of {job['max_attempts']}"

@@ -393,6 +393,11 @@ def task_names(connection: Connection, schema: str) -> list[str]:
     return [row["name"] for row in read(connection, "SELECT name FROM {task} ORDER BY name", schema)]
 
 
+def has_task(connection: Connection, schema: str, task: str) -> bool:
+    """Whether the database knows a task of this name, or has a job of it."""
+    return task in task_names(connection, schema) or bool(list_jobs(connection, schema, task=task, limit=1))
+
+
 def locks(connection: Connection, schema: str, *, limit: int = LOCKS_AT_ONCE) -> list[Row]:
     """Who holds an advisory lock of this database, oldest first; prepared transactions have no backend."""
     return read(connection, LOCKS, schema, limit=limit)

@@ -107,13 +107,16 @@ def cancel_job(connection: Connection, schema: str, job_id: int, *, by: str) -> 
     return "ended", row
 
 
-def retry_job(connection: Connection, schema: str, job_id: int, *, max_attempts: int) -> bool:
-    """Have a job that failed or was cancelled tried again, with its id; False if it is none of these.
+def retry_job(connection: Connection, schema: str, job_id: int, *, max_attempts: int) -> tuple[bool, Row | None]:
+    """Have a job that failed or was cancelled tried again, with its id: whether it is, and the job; None if none is.
 
-    `max_attempts` more times, if the database does not know how many its task has.
+    `max_attempts` more times, if the database does not know how many its task has. A job that is retried is told as the
+    retry made it: no worker sees it before that is committed.
     """
     chosen = sql.SQL(jobs.RETRY_ONE).format(**names_of(schema), id=job_id)
-    return bool(read(connection, jobs.RETRY, schema, chosen=chosen, max_attempts=max_attempts))
+    with connection.transaction():
+        is_retried = bool(read(connection, jobs.RETRY, schema, chosen=chosen, max_attempts=max_attempts))
+        return is_retried, job(connection, schema, job_id)
 
 
 def retry_failed(

@@ -1,8 +1,8 @@
-"""Durations and sizes as people write them: "120s", "7d", "64KiB"; how they are read, written and limited."""
+"""Durations, sizes and times as people write them: "120s", "7d", "64KiB"; how they are read, written and limited."""
 
 import math
 import re
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -72,6 +72,17 @@ def format_size(size: int) -> str:
         if size and not size % SIZES[unit.lower()]:
             return f"{size // SIZES[unit.lower()]}{unit}"
     return str(size)
+
+
+def parse_moment(text: str) -> datetime:
+    """Read an ISO 8601 time with its zone; raises ValueError."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{shown(text)} is no time such as 2026-12-24T18:00:00Z") from None
+    if moment.tzinfo is None:
+        raise ValueError(f"{shown(text)} has no time zone; write it as 2026-12-24T18:00:00Z")
+    return moment
 
 
 def shown(value: object) -> str:

@@ -173,7 +173,9 @@ def require_queues(text: str) -> list[str]:
     from cronlock.tasks import queue_name
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise ConfigError("--queues: no queue is named; leave it out for default, or name some: urgent,default")
     try:
-        return [queue_name(name) for name in names] or ["default"]
+        return [queue_name(name) for name in names]
     except ValueError as error:
         raise ConfigError(f"--queues: {error}") from None

@@ -6,10 +6,10 @@ cronlock worker examples.reports:cron
 """
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import psycopg
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.applications import Starlette
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from cronlock import Cronlock, Retry, Run, VersionTable
+from cronlock import Cronlock, IdempotencyKeyInUse, IdempotencyKeyReused, Retry, Run, VersionTable
 
 TABLE = """
 CREATE TABLE IF NOT EXISTS report (
@@ -42,24 +42,28 @@ engine = create_async_engine(
 )
 
 
+Number = Annotated[int, Field(ge=1, le=2**63 - 1)]  # what a column of type bigint holds
+
+
 class ReportRequest(BaseModel):
     """Who wants which report."""
 
     model_config = ConfigDict(extra="forbid")
 
-    userId: int
-    reportId: int
+    userId: Number
+    reportId: Number
 
 
 @cron.task("generate-report", max_attempts=5, timeout="60s")
 async def generate_report(run: Run, request: ReportRequest) -> dict[str, Any]:
     """Make one report. Whatever dies on the way, it is made once, and what shows it is told afterwards."""
-    # The renderer is elsewhere: told twice, it renders once, because the key is the same in every attempt.
-    body = await render(request, idempotency_key=run.effect_key("render"))
+    # The renderer is elsewhere: told twice, it renders once, because the request's id is the same in every attempt.
+    external_request_id = run.effect_key("render")
+    body = await render(request, idempotency_key=external_request_id)
     run.progress(1, 2)
-    # The marker of the business itself: whichever job comes for this report, one row of it has an external request.
+    # The marker of the business itself: a report has one external request, and that is no other report's.
     made = await run.connection.execute(
-        MAKE, {**request.model_dump(), "body": body, "external_request_id": f"report:{request.reportId}"}
+        MAKE, {**request.model_dump(), "body": body, "external_request_id": external_request_id}
     )
     run.invalidate(f"report:{request.reportId}")
     run.progress(2, 2)
@@ -80,9 +84,15 @@ async def request_report(request: Request) -> JSONResponse:
         wanted = ReportRequest.model_validate_json(await request.body())
     except ValidationError as error:
         return JSONResponse({"errors": error.errors(include_url=False, include_input=False)}, 422)
-    async with engine.begin() as connection:
-        await connection.execute(REQUEST, wanted.model_dump())
-        job = await cron.enqueue(connection, "generate-report", wanted, idempotency_key=f"report:{wanted.reportId}")
+    try:
+        async with engine.begin() as connection:
+            await connection.execute(REQUEST, wanted.model_dump())
+            job = await cron.enqueue(connection, "generate-report", wanted, idempotency_key=f"report:{wanted.reportId}")
+    except IdempotencyKeyReused as error:
+        reason = f"report {wanted.reportId} has been ordered for another user"
+        return JSONResponse({"reason": reason, "jobId": error.job_id}, 409)
+    except IdempotencyKeyInUse as error:
+        return JSONResponse({"reason": str(error)}, 409, {"retry-after": str(error.retry_after)})
     return JSONResponse({"jobId": job.job_id, "duplicate": job.is_duplicate}, 202)
 
 

@@ -625,7 +625,7 @@ def test_a_skipped_run_is_exit_code_0_or_6_if_asked_for(
         (["shop:cron", "slep"], 3, "known: fail, sleep, stuck"),
         (["shop:cron", "sleep", "--payload", '{"lasts": "long"}'], 2, "lasts: "),
         (["shop:cron", "sleep", "--payload", "[1]"], 2, "not an object"),
-        (["shop:cron"], 2, "no app was given"),
+        (["shop:cron"], 2, "no task was given"),
         ([], 2, "name the app and the task"),
     ],
 )

@@ -7,13 +7,17 @@ import re
 import select
 import subprocess
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import psycopg
+import pytest
 from typer.testing import Result
 
+from cronlock import steering
+from cronlock.cli import options
 from cronlock.models import JOB_STATUSES
 from tests import Db, value
 from tests.commands import COMMAND, Running, cronlock, environment
@@ -153,7 +157,13 @@ def test_all_that_failed_are_retried(call: Call, db: Db) -> None:  # noqa: F811
     assert call("jobs", "retry", "--task", "other").stdout == "30 jobs are queued again\n"
     assert json.loads(call("jobs", "retry", "--all", "--json").stdout) == {"task": None, "retried": 1200}
     assert call("jobs", "retry", "--all").stdout == "no job has failed\n"
-    assert value(db, "SELECT count(*) FROM cronlock.job") == 1230
+    assert call("jobs", "retry", "--task", "other").stdout == "no job has failed\n"
+    for nothing in ("nope", ""):
+        missing = call("jobs", "retry", "--task", nothing)
+        assert (missing.exit_code, f"there is no task {nothing!r} in this database" in missing.stderr) == (3, True)
+    put(db, 1)
+    assert call("jobs", "retry", "--all").stdout == "1 job is queued again\n"
+    assert value(db, "SELECT count(*) FROM cronlock.job") == 1231
 
 
 def test_a_job_is_cancelled_by_whoever_gives_the_command(call: Call, db: Db) -> None:  # noqa: F811
@@ -192,8 +202,11 @@ def test_enqueue_writes_a_job_as_the_route_does(database_url: str, db: Db, tmp_p
     for arguments, code, said in (
         (("main:cron", "misspelt"), 3, "there is no task 'misspelt'"),
         (("main:cron", "report", "--payload", "{"), 2, "not JSON"),
-        (("main:cron", "report", "--delay", "soon"), 2, "not a duration"),
-        (("main:cron", "report", "--run-at", "2026-12-01T10:00:00"), 2, "--run-at"),
+        (("main:cron", "report", "--delay", "soon"), 2, "--delay: 'soon' is not a duration"),
+        (("main:cron", "report", "--delay", "-5s"), 2, "--delay: '-5s' is not a duration"),
+        (("main:cron", "report", "--run-at", "soon"), 2, "--run-at: 'soon' is no time such as 2026-12-24T18:00:00Z"),
+        (("main:cron", "report", "--run-at", "2026-12-01T10:00:00"), 2, "has no time zone"),
+        (("main:cron",), 2, "no task was given: name one of main:cron"),
         ((), 2, "name the app and the task"),
     ):
         done = enqueue(*arguments)
@@ -245,3 +258,122 @@ def test_on_a_terminal_a_bar_is_drawn_and_elsewhere_none(database_url: str, db: 
     put(db, 10)
     quiet = cronlock("jobs", "retry", "--all", cwd=tmp_path, DATABASE_URL=database_url)
     assert (quiet.stdout, quiet.stderr) == ("10 jobs are queued again\n", "")
+
+
+NOT_UTF8 = b"a\xff"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("enqueue", "main:cron", "report", "--payload", NOT_UTF8), " of --payload"),
+        (("enqueue", "main:cron", "report", b"--payload=" + NOT_UTF8), " of --payload"),
+        (("run", "main:cron", "report", "--payload", NOT_UTF8), " of --payload"),
+        (("run", "main:cron", NOT_UTF8), ""),
+        (("jobs", "list", "-t", NOT_UTF8), " of -t"),
+        (("jobs", "list", "-q", NOT_UTF8), " of -q"),
+        (("jobs", "retry", "--task", NOT_UTF8), " of --task"),
+        (("pause", NOT_UTF8), ""),
+        (("pause", "report", "--reason", NOT_UTF8), " of --reason"),
+        (("resume", NOT_UTF8), ""),
+        (("runs", "list", "-t", NOT_UTF8), " of -t"),
+    ],
+)
+def test_an_argument_that_is_not_utf8_is_named_in_one_line(
+    arguments: tuple[str | bytes, ...], named: str, database_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "main.py").write_text(APP)
+    env = environment(DATABASE_URL=database_url)
+    done = subprocess.run([*COMMAND, *arguments], cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(rf"cronlock: the argument{named} is not UTF-8: .*a\\xff\n", done.stderr.decode()), done.stderr
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["ascii", "the C locale"],
+)
+def test_a_terminal_that_lacks_a_character_is_shown_an_escape_and_takes_one_in_utf8(
+    settings: dict[str, str], database_url: str, db: Db, tmp_path: Path
+) -> None:
+    (tmp_path / "main.py").write_text(APP)
+    payload = {"x": "ключ é \U0001f511"}
+    text = json.dumps(payload, ensure_ascii=False)
+
+    def command(*arguments: str) -> str:
+        env = {**environment(DATABASE_URL=database_url), **settings}
+        encoded = [each.encode() for each in (*COMMAND, *arguments)]
+        done = subprocess.run(encoded, cwd=tmp_path, env=env, capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.decode("ascii")
+
+    job_id = json.loads(command("enqueue", "main:cron", "report", "--payload", text))["jobId"]
+    assert value(db, "SELECT payload FROM cronlock.job") == payload
+    assert r"\u043a\u043b\u044e\u0447 \u00e9 \ud83d\udd11" in command("jobs", "show", str(job_id))
+    assert json.loads(command("jobs", "show", str(job_id), "--json"))["payload"] == payload
+    assert json.loads(command("run", "main:cron", "report", "--payload", text))["result"] == payload
+
+
+@pytest.mark.parametrize("text", ["2126-12-24T18:00Z", "2126-12-24T18:00:00.5+01:00", "2126-12-24 18:00:00Z"])
+def test_run_at_is_read_as_the_route_reads_it(text: str) -> None:
+    assert options.moment(text, "--run-at") == datetime.fromisoformat(text)
+
+
+UNREACHABLE = "postgresql://someone@127.0.0.1:1/shop"
+
+
+@pytest.mark.parametrize("command", ["enqueue main:cron report", "run main:cron report", "worker main:cron"])
+def test_an_unreachable_database_is_told_once_with_its_name_and_its_cause(command: str, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(APP)
+    done = cronlock(*command.split(), cwd=tmp_path, DATABASE_URL=UNREACHABLE)
+    assert done.returncode == 4
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("cronlock: the database 127.0.0.1:1/shop cannot be reached: ")
+    assert line.endswith("Connection refused. Check DATABASE_URL.")
+
+
+@pytest.mark.parametrize("command", ["enqueue main:cron report", "run main:cron report", "worker main:cron"])
+def test_a_database_without_the_schema_is_told_once(command: str, empty_url: str, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(APP)
+    done = cronlock(*command.split(), cwd=tmp_path, DATABASE_URL=empty_url)
+    assert done.returncode == 5
+    (line,) = done.stderr.splitlines()
+    assert "cronlock migrate" in line
+
+
+def test_a_run_without_a_task_is_told_which_there_are(database_url: str, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(APP)
+    done = cronlock("run", "main:cron", cwd=tmp_path, DATABASE_URL=database_url)
+    assert (done.returncode, "no task was given" in done.stderr, "report" in done.stderr) == (2, True, True)
+
+
+@pytest.mark.parametrize("queues", ["", ",", " , "])
+def test_a_worker_is_not_started_for_no_queue(queues: str, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(APP)
+    done = cronlock("worker", "main:cron", "--queues", queues, cwd=tmp_path, DATABASE_URL=UNREACHABLE)
+    assert (done.returncode, "--queues: no queue is named" in done.stderr) == (2, True)
+
+
+def test_a_retry_is_told_as_it_was_made_though_a_worker_takes_the_job_at_once(
+    call: Call,  # noqa: F811
+    db: Db,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (job_id,) = put(db)
+    retry_job = steering.retry_job
+
+    def retry_and_take(*arguments: Any, **options: Any) -> Any:
+        told = retry_job(*arguments, **options)
+        db.execute("UPDATE cronlock.job SET attempts = attempts + 1")
+        return told
+
+    monkeypatch.setattr(steering, "retry_job", retry_and_take)
+    assert call("jobs", "retry", str(job_id)).stdout == f"job {job_id} is queued again, for 5 more attempts\n"
+
+
+def test_one_attempt_is_told_as_one(call: Call, db: Db) -> None:  # noqa: F811
+    (cancelled,) = put(db, status="cancelled", attempts=1)
+    assert "cancelled after 1 attempt:" in call("jobs", "show", str(cancelled)).stdout
+    db.execute("""INSERT INTO cronlock.task (name, options) VALUES ('report', '{"maxAttempts": 1}')""")
+    assert call("jobs", "retry", str(cancelled)).stdout == f"job {cancelled} is queued again, for 1 more attempt\n"

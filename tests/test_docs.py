@@ -649,3 +649,21 @@ def test_the_workload_of_the_crontab_page_calls_as_its_line_does() -> None:
     assert job["backoffLimit"] == 0
     assert container["command"][:4] == ["curl", "-fsSL", "--max-redirs", "0"]
     assert "@/etc/cronlock/header" in container["command"]
+
+
+async def test_a_report_that_is_ordered_twice_as_the_page_shows_has_one_job(
+    database_url: str, db: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = [each for each in blocks("python") if "async def order_report" in each.text]
+    for name, text in environment(DATABASE_URL=database_url).items():
+        monkeypatch.setenv(name, text)
+    db.execute("CREATE TABLE report (id bigint PRIMARY KEY)")
+    names: dict[str, Any] = {}
+    url = database_url.replace("postgresql://", "postgresql+psycopg://")
+    exec(block.text.replace("postgresql+psycopg://app@db/shop", url), names)
+    async with serving(names["app"]) as client:
+        answers = [await client.post("/reports/7") for _ in range(2)]
+    await names["engine"].dispose()
+    assert [answer.status_code for answer in answers] == [200, 200]
+    first, second = (answer.json() for answer in answers)
+    assert (first["duplicate"], second) == (False, {"jobId": first["jobId"], "duplicate": True})

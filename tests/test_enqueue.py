@@ -564,8 +564,10 @@ async def test_a_callable_that_gives_no_key_is_an_error_of_the_call(make_cron: M
     cron = make_cron()
     cron.task("report", mode="guard", dedupe=lambda payload: key)(lambda run: None)
     async with cron:
-        with pytest.raises(PayloadError, match="idempotency key"):
+        with pytest.raises(PayloadError, match="key that dedupe of the task 'report' makes of this payload must"):
             await cron.enqueue(None, "report", {})
+        with pytest.raises(PayloadError, match=r"^the idempotency key must have"):
+            await cron.enqueue(None, "report", {}, idempotency_key="")
     assert live(db) == 0
 
 

@@ -53,11 +53,27 @@ async def test_orders_that_come_together_make_one_job_and_one_report(reports: Mo
 
 async def test_an_order_that_makes_no_sense_leaves_neither_an_order_nor_a_job(reports: ModuleType, db: Db) -> None:
     async with client_of(reports.app()) as client:
-        for wrong in ({"userId": "x", "reportId": 7}, {"userId": 1}, {**ORDER, "more": 1}):
+        for wrong in (
+            *({"userId": "x", "reportId": 7}, {"userId": 1}, {**ORDER, "more": 1}),
+            *({**ORDER, name: number} for name in ORDER for number in (0, 2**63, 10**21)),
+        ):
             assert (await client.post("/reports", json=wrong)).status_code == 422
     await reports.engine.dispose()
     assert value(db, "SELECT count(*) FROM report") == 0
     assert value(db, "SELECT count(*) FROM cronlock.job") == 0
+
+
+async def test_a_report_that_another_user_has_ordered_is_refused_and_nothing_is_written(
+    reports: ModuleType, db: Db
+) -> None:
+    async with client_of(reports.app()) as client:
+        first = (await client.post("/reports", json=ORDER)).json()
+        refused = await client.post("/reports", json={**ORDER, "userId": 2})
+    await reports.engine.dispose()
+    assert refused.status_code == 409
+    assert refused.json() == {"reason": "report 7 has been ordered for another user", "jobId": first["jobId"]}
+    assert db.execute("SELECT id, user_id FROM report").fetchall() == [(7, 1)]
+    assert value(db, "SELECT count(*) FROM cronlock.job") == 1
 
 
 async def test_another_job_for_the_same_report_finds_the_marker(reports: ModuleType, db: Db) -> None:
@@ -69,6 +85,7 @@ async def test_another_job_for_the_same_report_finds_the_marker(reports: ModuleT
             await reports.cron.enqueue(None, "generate-report", ORDER)
             await until(lambda: value(db, "SELECT count(*) FROM cronlock.job_history") == 2, "the other one ends")
         assert (await shown(client, 7)).json()["body"] == first
+    assert first.endswith(f"rendered as {value(db, 'SELECT external_request_id FROM report')}")
     await reports.engine.dispose()
     results = [
         result for (result,) in db.execute("SELECT result::jsonb->>'isNew' FROM cronlock.job_history ORDER BY id")

@@ -11,6 +11,7 @@ from cronlock.cli import (
     jobs,
     locks,
     migrate,
+    output,
     pause,
     prune,
     recover,
@@ -78,4 +79,5 @@ app.command("prune", rich_help_panel="Steer it")(prune.prune)
 
 def main() -> None:
     """The entry point of `cronlock`."""
+    output.survive_any_terminal()
     app(prog_name="cronlock")

@@ -25,14 +25,17 @@ def read(
     Raises `BadParameter` with the example of a command if no task is named, `UnknownTask` if the app has none of that
     name, `PayloadError` for a payload that is none, and what loading the app raises.
     """
-    if task is None:
+    if task is None and app is not None and ":" not in app:  # which an app's name has, and a task's has not
         app, task = None, app
-    if task is None:
+    if task is None and app is None:
         raise typer.BadParameter(f"name the app and the task, such as: {example}")
     reference = require_app(app)
     from cronlock import jsontext
     from cronlock.loading import load
 
+    if task is None:
+        known = ", ".join(sorted(each.name for each in load(reference).tasks)) or "none"
+        raise typer.BadParameter(f"no task was given: name one of {reference}, after it; known: {known}")
     text = sys.stdin.buffer.read() if payload == "-" else (payload or "").encode()
     cron = load(reference)
     cron.tasks.get(task)

@@ -42,6 +42,12 @@ def connect(settings: "Settings") -> Iterator["Connection"]:
             raise Unavailable("database_error", f"the database {settings.database_label} said: {reason}") from error
 
 
+def require(settings: "Settings") -> None:
+    """Raise what `connect` raises: once and at once, where the pools of a process would try, and log, for seconds."""
+    with connect(settings):
+        pass
+
+
 @contextmanager
 def opened(url: str, settings: "Settings") -> Iterator["Connection"]:
     """A connection in autocommit, whatever is in the database; raises `Unavailable`."""

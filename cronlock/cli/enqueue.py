@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cronlock.cli import calls
+from cronlock.cli import calls, connecting, options
 from cronlock.cli.options import App
 
 if TYPE_CHECKING:
@@ -23,12 +22,9 @@ def enqueue(
         str | None, typer.Option(metavar="DURATION", help="Not before so long: 90s, 15m, 7d.", show_default=False)
     ] = None,
     run_at: Annotated[
-        datetime | None,
+        str | None,
         typer.Option(
-            metavar="TIME",
-            formats=["%Y-%m-%dT%H:%M:%S%z"],
-            help="Not before this time, with its zone.",
-            show_default=False,
+            metavar="TIME", help="Not before this time, with its zone: 2026-12-24T18:00:00Z.", show_default=False
         ),
     ] = None,
     priority: Annotated[
@@ -56,15 +52,18 @@ def enqueue(
     `cronlock enqueue main:cron clean-up --delay 15m`
     """
     cron, name, given = calls.read(app, task, payload, "cronlock enqueue main:cron generate-report")
-    options = {
-        "delay": delay,
-        "run_at": run_at,
+    from cronlock.enqueue import LONGEST_DELAY
+
+    wanted = {
+        "delay": None if delay is None else options.duration(delay, "--delay", longest=LONGEST_DELAY),
+        "run_at": None if run_at is None else options.moment(run_at, "--run-at"),
         "priority": priority,
         "queue": queue,
         "max_attempts": max_attempts,
         "idempotency_key": idempotency_key,
     }
-    made = asyncio.run(write(cron, name, given, options))
+    connecting.require(cron.settings)
+    made = asyncio.run(write(cron, name, given, wanted))
     print(json.dumps({"status": "queued", "jobId": made.job_id, "duplicate": made.is_duplicate}))
 
 

@@ -1,5 +1,6 @@
 """What a command ends with, and which error means which."""
 
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -31,6 +32,10 @@ def stop(code: int, message: str) -> NoReturn:
 class Commands(TyperGroup):
     """The commands; an expected error of any of them is one sentence and an exit code, never a traceback."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        texts = [readable(each, before) for before, each in zip(["", *args], args, strict=False)]
+        return super().parse_args(ctx, texts)
+
     def invoke(self, ctx: Any) -> Any:
         from cronlock.errors import CronlockError
 
@@ -40,6 +45,23 @@ class Commands(TyperGroup):
             stop(code(error), told(error))
         except KeyboardInterrupt:
             stop(INTERRUPTED, "interrupted")
+
+
+def readable(argument: str, before: str) -> str:
+    """An argument as the text that it is in UTF-8, whatever the locale says; ends with 2 if it is none.
+
+    `before` is the argument before it, by which it is named if that is an option.
+    """
+    if argument.isprintable() or argument.isascii():
+        return argument
+    try:
+        return os.fsencode(argument).decode()
+    except UnicodeError:
+        told = argument.encode(errors="surrogateescape").decode(errors="backslashreplace")
+    given, is_one, _ = told.partition("=")
+    option = given if is_one and given.startswith("--") else before
+    of = f" of {option}" if option.startswith("-") else ""
+    stop(USAGE, f"the argument{of} is not UTF-8: {told[:60]}")
 
 
 def code(error: Exception) -> int:

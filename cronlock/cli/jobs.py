@@ -129,12 +129,16 @@ def retry(
     from cronlock import steering
 
     with connecting.connect(settings) as connection:
-        is_retried = steering.retry_job(connection, settings.schema_name, job_id, max_attempts=settings.max_attempts)
-    row = require(settings, job_id)
+        is_retried, row = steering.retry_job(
+            connection, settings.schema_name, job_id, max_attempts=settings.max_attempts
+        )
+    if row is None:
+        missing(job_id)
     if is_json:
         output.document({"job_id": job_id, "task": row["task"], "status": row["status"], "is_retried": is_retried})
     elif is_retried:
-        print(f"job {job_id} is queued again, for {row['max_attempts'] - row['attempts']} more attempts")
+        left = row["max_attempts"] - row["attempts"]
+        print(f"job {job_id} is queued again, for {left:,} more attempt{'s' * (left != 1)}")
     if not is_retried:
         exits.stop(exits.FAILED, f"job {job_id} is {row['status']}; only one that failed or was cancelled is retried")
 
@@ -156,11 +160,27 @@ def retry_many(settings: "Settings", task: str | None, is_json: bool) -> None:
                 after=after,
             )
             number += len(ids)
-            tell(number, f"{number:,} jobs are queued again")
+            tell(number, queued_again(number))
+        if not number and task is not None:
+            require_task(connection, settings.schema_name, task)
     if is_json:
         output.document({"task": task, "retried": number})
     else:
-        print(f"{number:,} jobs are queued again" if number else "no job has failed")
+        print(queued_again(number) if number else "no job has failed")
+
+
+def queued_again(number: int) -> str:
+    """So many jobs were put back."""
+    return "1 job is queued again" if number == 1 else f"{number:,} jobs are queued again"
+
+
+def require_task(connection: "Connection", schema: str, task: str) -> None:
+    """End with 3 if neither a task nor a job has this name."""
+    from cronlock import stats
+
+    if not stats.has_task(connection, schema, task):
+        names = ", ".join(stats.task_names(connection, schema)) or "none"
+        exits.stop(exits.NOT_FOUND, f"there is no task {task!r} in this database, and no job of it; known: {names}")
 
 
 @app.command("cancel")

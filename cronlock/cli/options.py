@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
@@ -58,12 +58,23 @@ def require_app(given: str | None) -> str:
     raise ConfigError("no app was given: name it as module:attribute, such as main:cron, or set CRONLOCK_APP")
 
 
-def duration(text: str, option: str) -> timedelta:
+def duration(text: str, option: str, *, longest: timedelta | None = None) -> timedelta:
     """An option's duration; raises `ConfigError` with an example."""
     from cronlock.errors import ConfigError
     from cronlock.units import LONGEST_RETENTION, parse_duration
 
     try:
-        return parse_duration(text, longest=LONGEST_RETENTION)
+        return parse_duration(text, longest=longest or LONGEST_RETENTION)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def moment(text: str, option: str) -> datetime:
+    """An option's time, with its zone; raises `ConfigError` with an example."""
+    from cronlock.errors import ConfigError
+    from cronlock.units import parse_moment
+
+    try:
+        return parse_moment(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None

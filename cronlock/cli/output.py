@@ -3,6 +3,8 @@
 On a terminal a table has colours (unless NO_COLOR is set) and relative times; elsewhere neither, but ISO times in UTC.
 """
 
+import codecs
+import io
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +25,25 @@ STYLES = {
     "cancelled": "yellow",
     "skipped": "yellow",
 }
+
+
+ESCAPED = "cronlock.escaped"
+
+
+def escaped(error: UnicodeError) -> tuple[str, int]:
+    """What cannot be encoded as a JSON document has it, too: \\u and four digits of each unit of UTF-16."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)), error.end
+
+
+def survive_any_terminal() -> None:
+    """Have a character that the terminal's encoding does not have written as an escape, on stdout and on stderr."""
+    codecs.register_error(ESCAPED, escaped)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ESCAPED)
 
 
 def note(message: str) -> None:

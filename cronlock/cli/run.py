@@ -14,6 +14,7 @@ from cronlock.cli.options import App
 if TYPE_CHECKING:
     from cronlock.app import Cronlock
     from cronlock.outcome import Outcome
+    from cronlock.tasks import Task
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -52,15 +53,18 @@ def run(
     if idempotency_key is not None and (fault := occurrence_fault(idempotency_key)):
         raise typer.BadParameter(f"the key {fault}", param_hint="--idempotency-key")
     logs.configure("text" if sys.stderr.isatty() else cron.settings.log_format, cron.settings.scrub)
+    called = cron.tasks.get(name)
+    validated = called.validate(given)
+    connecting.require(cron.settings)
     with asyncio.Runner() as runner:
-        code = runner.run(call(cron, name, given, idempotency_key, fails_on_skip, is_json))
+        code = runner.run(call(cron, called, validated, idempotency_key, fails_on_skip, is_json))
     raise typer.Exit(code)
 
 
 async def call(
     cron: "Cronlock",
-    name: str,
-    payload: dict[str, Any],
+    task: "Task",
+    payload: Any,
     idempotency_key: str | None,
     fails_on_skip: bool,
     is_json: bool,
@@ -69,13 +73,11 @@ async def call(
     from cronlock import serving
     from cronlock.execution import Stop
 
-    task = cron.tasks.get(name)
-    validated = task.validate(payload)
     by = connecting.operator()
     async with serving.unbound_threads():
         process = await cron.open()
         calling = asyncio.ensure_future(
-            cron.start_call(task, validated, trigger="manual", caller=by, occurrence=idempotency_key)
+            cron.start_call(task, payload, trigger="manual", caller=by, occurrence=idempotency_key)
         )
         asked: list[signal.Signals] = []
 

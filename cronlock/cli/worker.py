@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cronlock.cli import connecting
 from cronlock.cli.options import App, require_app
 
 
@@ -46,6 +47,7 @@ def worker(
 
     cron = load(reference)
     names = working.require_queues(queues)
+    connecting.require(cron.settings)
     logs.configure(cron.settings.log_format, cron.settings.scrub)
 
     def started() -> None:

@@ -278,8 +278,9 @@ async def cancel_job(asked: Asked) -> Answer:
 
 async def retry_job(asked: Asked) -> Answer:
     """Have a job that failed or was cancelled tried again, as the same job."""
-    is_retried = await asked.inspector.ask(steering.retry_job, asked.job_id, max_attempts=asked.max_attempts)
-    row = await job_of(asked)
+    is_retried, row = await asked.inspector.ask(steering.retry_job, asked.job_id, max_attempts=asked.max_attempts)
+    if row is None:
+        raise Wrong(404, f"there is no job {asked.job_id}; it may have been pruned")
     if not is_retried:
         reason = f"the job is {row['status']}; only one that failed or was cancelled is retried"
         return plain(409, "conflict", reason=reason, jobId=asked.job_id, jobStatus=row["status"])
@@ -299,6 +300,8 @@ async def retry_jobs(asked: Asked) -> Answer:
             steering.retry_failed, task=task, max_attempts=asked.max_attempts, limit=limit - number, after=after
         )
         number += len(ids)
+    if not number and task is not None and not await asked.inspector.ask(stats.has_task, task):
+        raise Wrong(404, f"there is no task {shown(task)} in this database, and no job of it")
     return document(200, task=task, retried=number, is_cut=number == limit)
 
 
@@ -372,6 +375,7 @@ class AdminEndpoint:
         self._way = way
         self._readers = readers
         self._operators = operators
+        self._callers = Bearer(cron.settings.require_secrets())
         self._max_body = cron.settings.max_body
         self.path = way.path
 
@@ -390,6 +394,8 @@ class AdminEndpoint:
         """The answer to one request; raises `Wrong`, `PayloadError`, `TooLarge` or `Unavailable`."""
         sent = authorization(scope)
         if (refusal := self._readers.refusal(sent)) is not None:
+            if self._callers.refusal(sent) is None and self.path.startswith("/jobs/"):
+                return plain(403, "forbidden", reason="this secret calls and enqueues; send CRONLOCK_ADMIN_SECRET")
             return refusals.unauthorized(refusal, scope, self._cron.metrics, "admin")
         way = self._way
         if scope["method"] != way.method:

@@ -5,7 +5,6 @@ secret opens the second of them, and sees more.
 """
 
 from collections.abc import Mapping
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Scope, Send
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from cronlock import documents, enqueue, explain, jsontext, stats
 from cronlock.errors import CronlockError, PayloadError
 from cronlock.tasks import MOST_PRIORITY, Task
+from cronlock.units import parse_moment
 from cronlock.web import answers, refusals
 from cronlock.web.answers import Answer, plain
 from cronlock.web.auth import Bearer, authorization
@@ -101,11 +101,9 @@ def options_of(query: Mapping[str, str]) -> dict[str, Any]:
         options["delay"] = delay
     if (moment := query.get("run_at")) is not None:
         try:
-            options["run_at"] = datetime.fromisoformat(moment)
-        except ValueError:
-            raise PayloadError(
-                "run_at is no time such as 2026-12-24T18:00:00Z (a + in a query is written %2B)"
-            ) from None
+            options["run_at"] = parse_moment(moment)
+        except ValueError as error:
+            raise PayloadError(f"run_at: {error} (a + in a query is written %2B)") from None
     if (priority := query.get("priority")) is not None:
         digits = priority.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 4):

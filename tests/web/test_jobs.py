@@ -162,8 +162,8 @@ async def test_only_the_cron_secret_enqueues(cron: Cronlock, db: Db, headers: di
         ("PUT", "/jobs/echo", 405, "POST"),
         ("HEAD", "/jobs/echo", 405, "POST"),
         ("DELETE", "/jobs/1", 405, "GET"),
-        ("POST", "/jobs/1/retry", 401, None),
-        ("POST", "/jobs/1/cancel", 401, None),
+        ("POST", "/jobs/1/retry", 403, None),
+        ("POST", "/jobs/1/cancel", 403, None),
     ],
 )
 async def test_what_there_is_not_answers_404_and_another_method_405(
@@ -172,6 +172,15 @@ async def test_what_there_is_not_answers_404_and_another_method_405(
     async with serving(cron.app()) as client:
         answer = await client.request(method, path)
     assert (answer.status_code, answer.headers.get("allow")) == (code, allow)
+
+
+async def test_the_cron_secret_is_told_that_a_retry_needs_another_one(cron: Cronlock) -> None:
+    async with serving(cron.app()) as client:
+        answer = await client.post("/jobs/1/retry")
+        other = await client.post("/jobs/1/retry", headers=bearer("wrong-secret-0123456789"))
+    reason = "this secret calls and enqueues; send CRONLOCK_ADMIN_SECRET"
+    assert answer.json() == {"status": "forbidden", "reason": reason}
+    assert (other.status_code, other.json()) == (401, {"status": "unauthorized"})
 
 
 async def test_without_an_admin_secret_nobody_retries_or_cancels(make_cron: Make) -> None:
@@ -192,7 +201,7 @@ async def test_without_an_admin_secret_nobody_retries_or_cancels(make_cron: Make
         (b"{}", JSON, "?delay=soon", "not a duration"),
         (b"{}", JSON, "?delay=-1s", "duration"),
         (b"{}", JSON, "?delay=99999d", "longer"),
-        (b"{}", JSON, "?run_at=tomorrow", "run_at is no time"),
+        (b"{}", JSON, "?run_at=tomorrow", "is no time such as"),
         (b"{}", JSON, "?run_at=2026-12-01T10:00:00", "time zone"),
         (b"{}", JSON, "?run_at=9999-12-31T23:59:59-12:00", "at most"),
         (b"{}", JSON, "?run_at=2900-12-31T23:59:59Z", "at most"),
@@ -312,6 +321,7 @@ async def test_a_key_that_another_transaction_keeps_open_answers_409_in_two_seco
         answer = await client.post("/jobs/echo", json={}, headers={"idempotency-key": "a"})
         assert (answer.status_code, answer.headers["retry-after"]) == (409, "1")
         assert answer.json()["status"] == "conflict"
+        assert answer.json()["reason"].endswith("has not ended; try again")
         await connection.rollback()
         answer = await client.post("/jobs/echo", json={}, headers={"idempotency-key": "a"})
         assert (answer.status_code, answer.json()["duplicate"]) == (202, False)
@@ -481,6 +491,9 @@ async def test_failed_jobs_are_retried_together(cron: Cronlock, make_cron: Make,
         assert answer.json() == {"task": None, "retried": 600, "isCut": True}
         answer = await client.post("/admin/jobs/retry?all=true")
         assert answer.json()["retried"] == 300
+        assert (await client.post("/admin/jobs/retry?task=echo")).json()["retried"] == 0
+        unknown = await client.post("/admin/jobs/retry?task=nope")
+        assert (unknown.status_code, "there is no task 'nope'" in unknown.json()["reason"]) == (404, True)
     kept = db.execute("SELECT status, count(*) FROM cronlock.job_history GROUP BY status").fetchall()
     assert kept == [("cancelled", 150)]
     assert db.execute("SELECT DISTINCT attempts, max_attempts, losses FROM cronlock.job").fetchall() in (
