@@ -18,7 +18,7 @@ from pydantic import BaseModel, field_validator
 from sqlalchemy import text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from cronlock import Cronlock, Run, StatementRefused
+from cronlock import Cronlock, Invalidation, Run, StatementRefused
 from cronlock.migrate import migrate
 from tests import Db, Make, until, value
 from tests.observing import in_transaction, locks
@@ -445,7 +445,7 @@ async def test_an_end_that_the_database_refuses_is_written_without_its_words_and
             cron = make_cron(database_url=url)
 
             @cron.target("prices")
-            async def prices(keys: list[str]) -> None:
+            async def prices(invalidation: Invalidation) -> None:
                 pass
 
             @cron.task("work", mode="guard")
