@@ -184,8 +184,8 @@ class Group:
             made = {one.key: row[0] for one, row in zip(sent, wire.rows(results[3]), strict=True)}
         except OF_ONE:
             pass
-        except (psycopg.Error, Unavailable) as error:
-            refusal = error if isinstance(error, Unavailable) else refused(error)
+        except Exception as error:  # a fault of ours, too: nobody may wait for ever
+            refusal = refused(error) if isinstance(error, psycopg.Error) else error
             for one in group:
                 if not one.future.done():
                     one.future.set_exception(refusal)

@@ -38,6 +38,11 @@ def told(caplog: pytest.LogCaptureFixture, event: str) -> list[logging.LogRecord
     return [record for record in caplog.records if getattr(record, "event", "") == event]
 
 
+def commits(db: Db) -> int:
+    """How many transactions of this database were committed, as its sessions have told."""
+    return int(value(db, "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"))
+
+
 def result(db: Db, job_id: int) -> Any:
     return json.loads(value(db, "SELECT result FROM cronlock.job_history WHERE id = %s", job_id))
 
@@ -489,6 +494,9 @@ async def test_a_row_that_somebody_keeps_locked_holds_up_no_other_job(
             await asyncio.sleep(0.1)
             put(db, "work", jobs=30)
             await until(lambda: live(db) == 1, "all others have ended", 12)
+            before = commits(db)
+            await asyncio.sleep(3)
+            assert commits(db) - before < 100, "it does not ask again and again meanwhile"
         assert await all_ended(db, 12) == {"completed": 31}
 
 
