@@ -302,7 +302,12 @@ class Worker:
 
     def _do(self, attempt: Attempt) -> "asyncio.Future[Returned]":
         run = attempt.run = Run(attempt, self._scrub, partial(self._say, attempt), self._producer, self._outbox)
-        code = attempt.code = do(attempt, run, self._context.copy())
+        try:
+            code = do(attempt, run, self._context.copy())
+        except RuntimeError as error:  # there is no room for another thread now
+            code = asyncio.get_running_loop().create_future()
+            code.set_result(Returned(error=Unavailable("no_thread", f"the task could not be started: {error}")))
+        attempt.code = code
         return code
 
     def _code_returned(self, attempt: Attempt, code: "asyncio.Future[Returned]") -> None:

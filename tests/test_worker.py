@@ -521,6 +521,29 @@ async def test_a_job_waits_for_a_connection_without_using_up_an_attempt(make_cro
     assert attempts(db, job) == []
 
 
+@pytest.mark.parametrize("mode", ["transaction", "guard"])
+async def test_jobs_for_which_there_is_no_thread_now_are_tried_again_and_hold_up_no_other(
+    make_cron: Make, db: Db, monkeypatch: pytest.MonkeyPatch, mode: Literal["transaction", "guard"]
+) -> None:
+    cron, refused, start = make_cron(), [], threading.Thread.start
+
+    @cron.task("work", mode=mode, retry_delay="50ms")
+    def work(run: Run) -> None:
+        pass
+
+    def no_room(thread: threading.Thread) -> None:
+        if thread.name == "cronlock-work" and len(refused) < 3:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    put(db, "work", jobs=40)
+    async with working(cron, concurrency=20):
+        assert await all_ended(db) == {"completed": 40}
+    assert value(db, "SELECT count(*) FROM cronlock.job_attempt WHERE error_type = 'Unavailable'") == 3
+
+
 # -- timeouts, cancels, drains -----------------------------------------------------------------------------------
 
 
