@@ -23,6 +23,9 @@ PROMOTED_AT_ONCE = 1000
 LOOK_EVERY = 1.0
 SEND_WITHIN = 15.0
 
+SWEEP_SHARE = 20
+"""Before the next look for leases that ran out, so many times as long as the last one took have to pass."""
+
 log = logging.getLogger("cronlock.recovery")
 
 
@@ -93,7 +96,9 @@ class Duties:
         late = [one for one, is_late, _ in rows if is_late]
         if gone or late or sent >= self._sweep_at:
             await self._recover(gone, sorted({*gone, *late}))
-            self._sweep_at = sent + self._sweep_every * random.uniform(0.8, 1.0)  # noqa: S311 - jitter, not a secret
+            # It walks through the rows of ended jobs too, where an open transaction keeps them from being removed.
+            rest = max(self._sweep_every, SWEEP_SHARE * (time.monotonic() - seen))
+            self._sweep_at = sent + rest * random.uniform(0.8, 1.0)  # noqa: S311 - jitter, not a secret
 
     async def _recover(self, gone: list[str], missing: list[str]) -> None:
         while True:

@@ -231,6 +231,9 @@ SELECT s.id, s.host, s.pid, s.release, s.queues, s.tasks, s.concurrency, s.prese
        is_draining = excluded.is_draining
 """
 
+# The time and the last id there is, before and after a claim from the front: what it took, and where it looked.
+CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8, coalesce(pg_sequence_last_value({job_id}), 0)"
+
 IDLE = "UPDATE {worker} w SET is_idle = $2 WHERE w.id = $1 AND w.is_idle <> $2"
 
 # One that left jobs behind is there to be missed.
@@ -606,6 +609,7 @@ PREPARED = {
     "disown": (DISOWN, "uuid, uuid[]"),
     "promote": (PROMOTE, "text, integer"),
     "seen": (SEEN, "json, interval"),
+    "clock": (CLOCK, ""),
     "idle": (IDLE, "uuid, boolean"),
     "leave": (LEAVE, "uuid"),
     "paused": (PAUSED, ""),

@@ -173,7 +173,7 @@ class Worker:
             if self.ends.is_careful
             else self.claims.next(self._free(), is_suspect_running=self._suspect is not None)
         )
-        parts = [] if claim is None else [Part(claim.text, partial(self._claimed, claim))]
+        parts = [] if claim is None else self.claims.timed(claim, Part(claim.text, partial(self._claimed, claim)))
         parts += self.claims.parts()
         if not ends and not parts:
             self._settle()

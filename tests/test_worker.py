@@ -38,6 +38,10 @@ def told(caplog: pytest.LogCaptureFixture, event: str) -> list[logging.LogRecord
     return [record for record in caplog.records if getattr(record, "event", "") == event]
 
 
+def ended_jobs(db: Db) -> int:
+    return int(value(db, "SELECT count(*) FROM cronlock.job_history"))
+
+
 def commits(db: Db) -> int:
     """How many transactions of this database were committed, as its sessions have told."""
     return int(value(db, "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"))
@@ -519,6 +523,33 @@ async def test_a_job_waits_for_a_connection_without_using_up_an_attempt(make_cro
             await seats[0].give_back()
             await until(lambda: status(db, job) == ("completed", 1, None), "it runs when there is one")
     assert attempts(db, job) == []
+
+
+async def test_ended_jobs_that_an_open_transaction_keeps_from_being_removed_slow_no_claim(
+    make_cron: Make, database_url: str, db: Db
+) -> None:
+    cron = make_cron()
+
+    @cron.task("work", mode="guard")
+    async def work(run: Run) -> None:
+        pass
+
+    with psycopg.connect(database_url) as other:
+        other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        other.execute("SELECT FROM cronlock.job")
+        put(db, "work", jobs=1_000_000)
+        db.execute("DELETE FROM cronlock.job")
+        async with working(cron):
+            await cron.enqueue(None, "work")
+            await all_ended(db)
+            began = time.monotonic()
+            for n in range(50):
+                await cron.enqueue(None, "work")
+                await until(lambda: ended_jobs(db) == 2 + n, "it has ended")  # noqa: B023
+            assert time.monotonic() - began < 3, "each claim walked through all of them"
+            db.execute("INSERT INTO cronlock.job (id, task, queue, payload, trigger, max_attempts)"
+                       " VALUES (1, 'work', 'default', '{}', 'manual', 5)")  # fmt: skip
+            await until(lambda: ended_jobs(db) == 52, "what is at the front is found, too", 20)
 
 
 @pytest.mark.parametrize("mode", ["transaction", "guard"])
