@@ -6,6 +6,7 @@ is tried again alone, as is everything in a message that was refused for the fau
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,6 +47,8 @@ class Enqueuer:
         self._places = asyncio.Semaphore(database.settings.pool_size)
         self._free: list[Link] = []
         """Connections for what is written alone that nobody uses now."""
+        self._apart: Counter[tuple[str, str]] = Counter()
+        """The keys that are being tried alone: one that is waited for is to hold up no second message."""
 
     async def enqueue(self, wanted: Order) -> list[Enqueued]:
         """Enqueue in a transaction of its own, durable when this returns.
@@ -53,7 +56,7 @@ class Enqueuer:
         Raises `Unavailable` if the database does not answer; whether a job was enqueued is then not known, which is
         what an idempotency key is for.
         """
-        if len(wanted.payloads) == 1 and not wanted.is_later:
+        if len(wanted.payloads) == 1 and not wanted.is_later and not self._apart.keys() & names(wanted):
             job_id = await (self._keyed if wanted.keys else self._plain).write(wanted)
             if job_id is not None:
                 return [Enqueued(job_id)]
@@ -62,9 +65,11 @@ class Enqueuer:
     async def _alone(self, wanted: Order) -> list[Enqueued]:
         """On a connection that nobody else has meanwhile: it may have to wait for the transaction that has its key."""
         link = await self._free_link()
+        self._apart.update(names(wanted))
         try:
             return await self._talk(link, wanted)
         finally:
+            self._apart -= Counter(names(wanted))
             self._free.append(link)
             self._places.release()
 
@@ -119,6 +124,11 @@ class Enqueuer:
             await group.close()
         for link in self._free:
             await link.close()
+
+
+def names(wanted: Order) -> set[tuple[str, str]]:
+    """The keys of an order, each with its task."""
+    return {(wanted.task.name, key) for key in wanted.keys}
 
 
 Key = tuple[str, str | int]

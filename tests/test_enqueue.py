@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
@@ -320,8 +321,15 @@ async def test_a_key_that_an_open_transaction_has_holds_up_no_other_one(
             done, waiting = await asyncio.wait(calls, timeout=1.0)
             assert waiting == {calls[3]}
             assert not any(one.result().is_duplicate for one in done)
+            began = time.monotonic()
+            for n in range(20, 40):
+                again = asyncio.create_task(cron.enqueue(None, "note", {"n": 3}, idempotency_key="key 3"))
+                await cron.enqueue(None, "note", {"n": n}, idempotency_key=f"key {n}")
+                calls.append(again)
+            assert time.monotonic() - began < 0.6, "nor do others of that key hold up anybody"
         assert await calls[3] == Enqueued(held.job_id, is_duplicate=True)
-    assert value(db, "SELECT count(*) FROM cronlock.job") == 8
+        assert {await one for one in calls[8:]} == {Enqueued(held.job_id, is_duplicate=True)}
+    assert value(db, "SELECT count(*) FROM cronlock.job") == 28
 
 
 async def test_the_tasks_options_hold_and_an_enqueues_own_come_first(cron: Cronlock, db: Db) -> None:

@@ -556,7 +556,8 @@ async def test_ended_jobs_that_an_open_transaction_keeps_from_being_removed_slow
 async def test_jobs_for_which_there_is_no_thread_now_are_tried_again_and_hold_up_no_other(
     make_cron: Make, db: Db, monkeypatch: pytest.MonkeyPatch, mode: Literal["transaction", "guard"]
 ) -> None:
-    cron, refused, start = make_cron(), [], threading.Thread.start
+    cron, start = make_cron(), threading.Thread.start
+    refused: list[threading.Thread] = []
 
     @cron.task("work", mode=mode, retry_delay="50ms")
     def work(run: Run) -> None:

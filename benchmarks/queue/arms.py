@@ -16,6 +16,8 @@ from benchmarks.queue.workers import Place, Work, Worker, work
 from benchmarks.rig import Rig
 
 CALLERS = 16
+NEAR = 5000
+"""No worker is so many jobs ahead of the oldest one that it has not ended."""
 STAMPS = 200
 """Jobs of one reading of a latency at most."""
 Found = dict[str, Reading]
@@ -74,10 +76,14 @@ class Held:
         return {", before it": worked(middle(before)), **series, "": worked(middle(last))}
 
     def _work(self, place: Place, seconds: float) -> Work:
-        """A reading that counts only its own jobs: to count all would be to walk through those of all readings."""
+        """A reading whose looks pass over the jobs that have ended, which cannot be removed: they are done in order.
+
+        All that have completed are counted once, at its end.
+        """
         last = place.count("SELECT coalesce(pg_sequence_last_value('cronlock.job_id'), 0)")
-        newer = f"id > {last}"
-        left, completed = f"{self.system.left} WHERE {newer}", f"{self.system.completed} AND {newer}"
+        ended = f"(SELECT coalesce(max(id), {last}) FROM cronlock.job_history)"
+        left = f"{self.system.left} WHERE id > greatest({ended} - {NEAR}, {last})"
+        completed = f"{self.system.completed} AND id > {last}"
         return work(place, replace(self.system, left=left, completed=completed), seconds)
 
 
