@@ -302,9 +302,13 @@ async def test_the_first_enqueue_after_all_connections_were_ended_is_written(cro
     async with cron:
         for key in (None, "k"):
             await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key)
-        ours = "datname = current_database() AND pid <> pg_backend_pid()"
-        db.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {ours}".encode())
-        await until(lambda: not value(db, f"SELECT count(*) FROM pg_stat_activity WHERE {ours}"), "they are gone")
+        ours = (
+            "SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        pids = [pid for pid, _ in db.execute(ours)]
+        left = "SELECT count(*) FROM pg_stat_activity WHERE pid = ANY (%s)"
+        await until(lambda: not value(db, left, pids), "they are gone")
         for key in (None, "l"):
             await cron.enqueue(None, "note", {"n": 1}, idempotency_key=key)
     assert value(db, "SELECT count(*) FROM cronlock.job") == 4
