@@ -306,7 +306,7 @@ class Worker:
             code = do(attempt, run, self._context.copy())
         except RuntimeError as error:  # there is no room for another thread now
             code = asyncio.get_running_loop().create_future()
-            code.set_result(Returned(error=Unavailable("no_thread", f"the task could not be started: {error}")))
+            code.set_result(Returned(error=Unavailable("internal", f"the task could not be started: {error}")))
         attempt.code = code
         return code
 
