@@ -550,10 +550,10 @@ async def test_ended_jobs_that_an_open_transaction_keeps_from_being_removed_slow
             for n in range(50):
                 await cron.enqueue(None, "work")
                 await until(lambda: ended_jobs(db) == 2 + n, "it has ended")  # noqa: B023
-            assert time.monotonic() - began < 3, "each claim walked through all of them"
+            assert time.monotonic() - began < 6, "each claim walked through all of them"
             db.execute("INSERT INTO cronlock.job (id, task, queue, payload, trigger, max_attempts)"
                        " VALUES (1, 'work', 'default', '{}', 'manual', 5)")  # fmt: skip
-            await until(lambda: ended_jobs(db) == 52, "what is at the front is found, too", 20)
+            await until(lambda: ended_jobs(db) == 52, "what is at the front is found, too", 70)
 
 
 @pytest.mark.parametrize("mode", ["transaction", "guard"])
