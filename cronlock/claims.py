@@ -6,7 +6,7 @@ worker says that it is idle, looks once more, and only then waits to be told.
 
 Beside a transaction that stays open the rows of ended jobs cannot be removed, and a claim from the front walks through
 all of them. So what such claims take is measured, and they get no more than a part of the time; those that begin behind
-the last one see nothing of it.
+the last one look at none of them, unless PostgreSQL takes the table for empty (docs/performance-queue.md).
 """
 
 import time

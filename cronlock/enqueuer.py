@@ -1,7 +1,8 @@
 """Enqueueing in transactions of our own: what waits at one moment shares one.
 
-So an enqueue costs a small part of a commit. One whose key another transaction has is not waited for by the others: it
-is tried again alone, as is everything in a message that was refused for the fault of one.
+So an enqueue costs a small part of a commit. One whose key another transaction has is waited for by the others for
+50 ms, and by none that come later: it is tried again alone, as is everything in a message that was refused for the
+fault of one.
 """
 
 import asyncio

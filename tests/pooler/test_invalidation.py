@@ -1,9 +1,5 @@
 """What tasks invalidate is delivered through a real PgBouncer in transaction mode, with and without a way past it."""
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
@@ -14,17 +10,6 @@ from tests.pooler.bouncer import Bouncer
 from tests.telling import tell_all
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def bouncer(server_url: str) -> Iterator[Bouncer]:
-    with tempfile.TemporaryDirectory(prefix="cronlock-pgbouncer-") as directory:
-        made = Bouncer(Path(directory), server_url, pool_size=6)
-        try:
-            made.start()
-            yield made
-        finally:
-            made.stop()
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct url", "pooler only"])

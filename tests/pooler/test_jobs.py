@@ -7,7 +7,6 @@ slots is smaller than what the workers would like to have.
 import asyncio
 import json
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,17 +23,6 @@ from tests.pooler.bouncer import Bouncer
 from tests.working import EFFECTS, Workers, all_ended, attempts, effects, put, status, workers, working
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def bouncer(server_url: str) -> Iterator[Bouncer]:
-    with tempfile.TemporaryDirectory(prefix="cronlock-pgbouncer-") as directory:
-        made = Bouncer(Path(directory), server_url, pool_size=6)
-        try:
-            made.start()
-            yield made
-        finally:
-            made.stop()
 
 
 @pytest.fixture
